@@ -9,11 +9,12 @@ Two comparisons for each shape, in microseconds:
   fp16 engines use Winograd's kernels have their time, too. It includes the norm, because they do the norm's work.
 - compiled: group norm, SiLU, convolution, bias and residual as engines have them, in fp16 and in FP8. Downsamplers and
   upsamplers have only the convolution, with the quantization of its input. The FP8 kernel has engines' tiles.
+  The norm before it is timed in two forms: "FP8" is the compiler's kernel, and "kernel" is that of `fp8_norm_kernels`.
 
-Then it prints the sum over the network, and the layers whose compiled form in FP8 is not faster, as `keep_fp16` of a
-policy. For the VAE decoder it also times the whole network in fp16, compiled. Weights and pixels are random. Four sets
-of them take turns, because a network does not find its weights in the cache. A shape or tiles that fail are left out,
-and their error is printed. The table comes last, after the rows as JSON.
+Then it prints the sum over the network, and the layers whose faster form in FP8 is no faster than fp16, as `keep_fp16`
+of a policy. For the VAE decoder it also times the whole network in fp16, compiled. Weights and pixels are random. Four
+sets of them take turns, because a network does not find its weights in the cache. A shape or tiles that fail are left
+out, and their error is printed. The table comes last, after the rows as JSON.
 """
 
 import argparse
@@ -90,7 +91,8 @@ class ConvTimes:
     """The times of one shape in microseconds, of each repetition.
 
     layers: names. winograd: None if engines do not use it. by_tiles: of the FP8 kernel alone, by the tiles' name.
-    error: of the FP8 kernel, relative by norm, against the same numbers convolved in fp32.
+    compiled_fp8: with the compiler's norm. compiled_fp8_kernel: with the norm's own kernel; None without a norm, or if
+    it failed. error: of the FP8 kernel, relative by norm, against the same numbers convolved in fp32.
     """
 
     shape: ConvShape
@@ -100,6 +102,7 @@ class ConvTimes:
     by_tiles: dict[str, list[float]]
     compiled_fp16: list[float]
     compiled_fp8: list[float]
+    compiled_fp8_kernel: list[float] | None
     error: float
 
     @property
@@ -107,9 +110,14 @@ class ConvTimes:
         return min(self.by_tiles, key=lambda name: statistics.median(self.by_tiles[name]))
 
     @property
+    def faster_fp8(self) -> float:
+        """Median of the faster compiled form in FP8."""
+        return min(map(statistics.median, (self.compiled_fp8, self.compiled_fp8_kernel or self.compiled_fp8)))
+
+    @property
     def ratio(self) -> float:
-        """How many times as fast the compiled form is in FP8."""
-        return statistics.median(self.compiled_fp16) / statistics.median(self.compiled_fp8)
+        """How many times as fast the faster compiled form is in FP8."""
+        return statistics.median(self.compiled_fp16) / self.faster_fp8
 
 
 def network_convolutions(name: str, height: int, width: int) -> dict[ConvShape, tuple[str, ...]]:
@@ -188,7 +196,7 @@ def measure(
 
     fp16: list[Work] = []
     winograd: list[Work] = []
-    compiled: dict[bool, list[Work]] = {False: [], True: []}
+    compiled: dict[str, list[Work]] = {"fp16": [], "fp8": [], "kernel": []}
     by_tiles: dict[str, list[Work]] = {name: [] for name in tiles}
     error = 0.0
     norm = nn.GroupNorm(32, shape.channels_in).to(device, dtype)
@@ -216,15 +224,19 @@ def measure(
         engine_conv = WinogradConv(conv) if shape.uses_winograd else conv
         if shape.uses_winograd:
             winograd.append(_call(norm_silu_conv, norm, engine_conv, hidden, entry_bias, residual))
-        for in_fp8, module in ((False, engine_conv), (True, layer)):
-            form, inputs = _Form(norm, module, shape.in_resnet), (hidden, entry_bias, residual)
-            compiled[in_fp8].append(compile_module(form, inputs) if device == "cuda" else _call(form, *inputs))
+        for name, module in (("fp16", engine_conv), ("fp8", layer), ("kernel", layer)):
+            if name == "kernel" and not shape.in_resnet:
+                continue
+            form, inputs = _Form(norm, module, shape.in_resnet, name == "kernel"), (hidden, entry_bias, residual)
+            compiled[name].append(compile_module(form, inputs) if device == "cuda" else _call(form, *inputs))
     times_by_tiles = time_choices(by_tiles, timer, failures)
     if not times_by_tiles:
         raise RuntimeError("The FP8 kernel fails with all tiles.")
+    case = f"{shape}, norm kernel"
+    times_of_kernel = time_choices({case: compiled["kernel"]} if shape.in_resnet else {}, timer, failures)
     return ConvTimes(
-        shape, layers, timer(fp16), timer(winograd) if winograd else None, times_by_tiles, timer(compiled[False]),
-        timer(compiled[True]), error,
+        shape, layers, timer(fp16), timer(winograd) if winograd else None, times_by_tiles, timer(compiled["fp16"]),
+        timer(compiled["fp8"]), times_of_kernel.get(case), error,
     )  # fmt: skip
 
 
@@ -233,15 +245,17 @@ def _call(function: Callable[..., object], *arguments: object) -> Work:
 
 
 class _Form(nn.Module):
-    """A convolution with what is around it in its network."""
+    """A convolution with what is around it in its network. norm_kernel: see `norm_silu_conv`."""
 
-    def __init__(self, norm: nn.GroupNorm, conv: nn.Conv2d | WinogradConv | QuantizedConv, in_resnet: bool) -> None:
+    def __init__(
+        self, norm: nn.GroupNorm, conv: nn.Conv2d | WinogradConv | QuantizedConv, in_resnet: bool, norm_kernel: bool
+    ) -> None:
         super().__init__()
-        self.norm, self.conv, self.in_resnet = norm, conv, in_resnet
+        self.norm, self.conv, self.in_resnet, self.norm_kernel = norm, conv, in_resnet, norm_kernel
 
     def forward(self, hidden: Tensor, entry_bias: Tensor | None, residual: Tensor | None) -> Any:
         if self.in_resnet:
-            return norm_silu_conv(self.norm, self.conv, hidden, entry_bias, residual)
+            return norm_silu_conv(self.norm, self.conv, hidden, entry_bias, residual, self.norm_kernel)
         return self.conv(hidden)
 
 
@@ -267,7 +281,7 @@ def time_vae_decoder(batch: int, height: int, width: int, timer: Timer) -> list[
 
 _HEADING = (
     f"{'convolution':42} {'n':>2} {'fp16':>6} {'Winogr.':>7} {'FP8':>6} {'TFLOP/s':>7} {'best tiles':19} "
-    f"{'error':>7} | {'fp16':>6} {'FP8':>6} {'gain':>5}  compiled"
+    f"{'error':>7} | {'fp16':>6} {'FP8':>6} {'kernel':>6} {'gain':>5}  compiled"
 )
 
 
@@ -275,11 +289,13 @@ def table_line(one: ConvTimes, batch: int) -> str:
     """Return the line of the table of one shape, under `_HEADING`."""
     best = statistics.median(one.by_tiles[one.best_tiles])
     fp16, fp8 = map(statistics.median, (one.compiled_fp16, one.compiled_fp8))
+    kernel = f"{statistics.median(one.compiled_fp8_kernel):.1f}" if one.compiled_fp8_kernel else ""
     winograd = f"{statistics.median(one.winograd):.1f}" if one.winograd else ""
     speed = batch * one.shape.gigaflops / best * 1e3
     return (
         f"{one.shape!s:42} {len(one.layers):2} {statistics.median(one.fp16):6.1f} {winograd:>7} {best:6.1f} "
-        f"{speed:7.0f} {one.best_tiles:19} {one.error:7.5f} | {fp16:6.1f} {fp8:6.1f} {one.ratio:5.2f}"
+        f"{speed:7.0f} {one.best_tiles:19} {one.error:7.5f} | {fp16:6.1f} {fp8:6.1f} "
+        f"{kernel:>6} {one.ratio:5.2f}"
     )
 
 
@@ -289,15 +305,20 @@ def report(times: Sequence[ConvTimes], batch: int, whole: Sequence[float] = ()) 
     whole: microseconds of the whole network in fp16, of each repetition; empty if it was not timed.
     """
     lines = [_HEADING]
-    totals = [0.0, 0.0, 0.0]
+    totals = [0.0, 0.0, 0.0, 0.0]
     slower: list[str] = []
     for one in sorted(times, key=lambda one: one.ratio):
         lines.append(table_line(one, batch))
-        fp16, fp8 = map(statistics.median, (one.compiled_fp16, one.compiled_fp8))
-        totals = [total + len(one.layers) * us for total, us in zip(totals, (fp16, fp8, min(fp16, fp8)), strict=True)]
+        forms = one.compiled_fp16, one.compiled_fp8, one.compiled_fp8_kernel or one.compiled_fp8
+        fp16, fp8, kernel = map(statistics.median, forms)
+        medians = fp16, fp8, kernel, min(fp16, fp8, kernel)
+        totals = [total + len(one.layers) * us for total, us in zip(totals, medians, strict=True)]
         slower += one.layers if one.ratio <= 1 else ()
-    everywhere, all_fp8, mixed = totals
-    lines.append(f"all layers, us: {everywhere:.0f} in fp16, {all_fp8:.0f} in FP8, {mixed:.0f} with the faster of each")
+    everywhere, all_fp8, all_kernel, mixed = totals
+    lines.append(
+        f"all layers, us: {everywhere:.0f} in fp16, {all_fp8:.0f} in FP8, {all_kernel:.0f} in FP8 with the norm's "
+        f"kernel, {mixed:.0f} with the fastest of each"
+    )
     if whole:
         lines.append(f"the whole network, us: {statistics.median(whole):.0f} in fp16")
     lines += ["slower in FP8:", *(f'    "{name}",' for name in sorted(slower))]
@@ -305,7 +326,10 @@ def report(times: Sequence[ConvTimes], batch: int, whole: Sequence[float] = ()) 
 
 
 def rows_of(times: Sequence[ConvTimes], batch: int) -> list[Row]:
-    """Return two rows for each shape: the compiled form in fp16 and in FP8. Extra entries have the kernels' times."""
+    """Return rows of each shape: the compiled form in fp16, in FP8, and in FP8 with the norm's kernel if it was timed.
+
+    Extra entries have the kernels' times.
+    """
     rows = []
     for one in times:
         alone = {name: round(statistics.median(values), 2) for name, values in one.by_tiles.items()}
@@ -317,6 +341,9 @@ def rows_of(times: Sequence[ConvTimes], batch: int) -> list[Row]:
                 winograd = one.winograd and round(statistics.median(one.winograd), 2)
                 extra |= {"alone": round(statistics.median(one.fp16), 2), "winograd": winograd}
             rows.append(make_row(str(one.shape), values, "us", precision, 1, batch, digits=2, **extra))
+        if one.compiled_fp8_kernel:
+            case, extra = f"{one.shape}, norm kernel", {"layers": list(one.layers)}
+            rows.append(make_row(case, one.compiled_fp8_kernel, "us", "fp8", 1, batch, digits=2, **extra))
     return rows
 
 

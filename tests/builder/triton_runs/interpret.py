@@ -358,7 +358,8 @@ def run_benchmark() -> None:
             return [1.0]
 
         times = fp8_convolutions.measure(shape, ("a layer",), 2, "cpu", count, tiles, Failures())
-        assert calls == [1] * (6 if shape.uses_winograd else 5) and times.by_tiles.keys() == tiles.keys()
+        assert calls == [1] * (5 + shape.uses_winograd + shape.in_resnet) and times.by_tiles.keys() == tiles.keys()
+        assert (times.compiled_fp8_kernel == [1.0]) == shape.in_resnet
         errors[f"benchmark, {shape}"] = times.error
 
 
