@@ -75,11 +75,13 @@ def _offline(loaded: Sequence[Loaded], case: Case) -> list[Row]:
 def main() -> None:
     parser = release_parser(__doc__)
     parser.add_argument("--precision", action="append", choices=list(PRECISIONS), help="repeatable; the first is 1.0")
+    parser.add_argument("--only", action="append", choices=[case.name for case in CASES], help="repeatable; a case")
     arguments = parser.parse_args()
     names = arguments.precision or ["fp16", "fp8"]
     served = [ServedPrecision(PRECISIONS[name], Fp16Steps()) for name in names]
     loaded = [load_in_process(arguments.store, arguments.release, precision=precision) for precision in served]
-    finish(compare(loaded), arguments.out)
+    cases = [case for case in CASES if not arguments.only or case.name in arguments.only]
+    finish(compare(loaded, cases), arguments.out)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ from model.settings import ServedPrecision
 from model.store.manifest import Fp16Steps, Manifest
 from model.store.manifest_json import parse_constants
 from model.store.precision import FP8, FP16, FP32, INT8, Precision
-from tests.builder.helpers import folder_of
+from tests.builder.helpers import edit_json, folder_of
 from tests.conftest import MODEL_FOLDER
 
 VAE_POLICY = Policy(keep_fp16=["*.proj_in", "*.proj_out"], vae_convolutions=["decoder.*"])
@@ -349,7 +349,8 @@ def test_vae_decoder_in_fp8_is_built_served_and_compared_with_fp16(
     store = open_writable_store(shutil.copytree(folder_of(with_fp16), tmp_path / "store"))
     with pytest.raises(BadPolicy, match="quantizes no layer of vae_decoder"):
         quantized_plan(fp8_plan, VAE_POLICY, store).load("vae_decoder", ModuleReader())
-    vae = MODEL_FOLDER / "vae"
+    vae = Path(shutil.copytree(MODEL_FOLDER / "vae", tmp_path / "vae"))
+    edit_json(vae / "config.json", scaling_factor=fp8_plan.base.config("vae")["scaling_factor"])
     plan = replace(fp8_plan, base=replace(fp8_plan.base, vae=vae))
     with pytest.raises(CalibrationError, match="no intact calibration of this model's vae_decoder"):
         quantized_plan(plan, VAE_POLICY, store)

@@ -380,7 +380,7 @@ def test_benchmark_stores_each_shape_before_the_next(tmp_path: Path, capsys: pyt
             raise RuntimeError("too little shared memory")
         if shape.height == 64:
             raise KeyboardInterrupt
-        return ConvTimes(shape, layers, [60.0], None, {"small": [40.0]}, [80.0], [50.0], 1e-4)
+        return ConvTimes(shape, layers, [60.0], None, {"small": [40.0]}, [80.0], [50.0], None, 1e-4)
 
     with pytest.raises(KeyboardInterrupt):
         measure_all(shapes, measure_shape, 2, out, Failures())
