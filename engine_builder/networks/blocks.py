@@ -16,6 +16,7 @@ from engine_builder.networks.bands import (
 )
 from engine_builder.networks.fp8_conv import QuantizedConv
 from engine_builder.networks.fp8_linear import QuantizedLinear
+from engine_builder.networks.int8_linear import Int8Linear
 from engine_builder.networks.kernel_form import has_half_kernels, has_kernels, is_plain
 from engine_builder.networks.low_rank_linear import LowRankLinear
 from engine_builder.networks.onnx_form import is_for_onnx
@@ -354,6 +355,8 @@ def geglu(projection: Any, tokens: Tensor, out_scale: Tensor | None = None) -> T
         is_large = batch * count >= (_MIN_GEGLU_TOKENS_WIDE if inner >= 1280 else _MIN_GEGLU_TOKENS) and inner >= 640
         if isinstance(projection, LowRankLinear):
             is_large = projection.has_kernel(tokens)
+        if isinstance(projection, Int8Linear):
+            is_large = False  # the kernel does not multiply integers
         # Compute capability 12.x is left out: it has 99 KiB of shared memory per program, and the kernel needs more.
         if is_large and torch.cuda.get_device_capability(tokens.device)[0] in (9, 10):
             from engine_builder.networks import kernels

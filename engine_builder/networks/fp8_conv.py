@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from engine_builder.networks.kernel_form import has_kernels
 from engine_builder.networks.onnx_form import is_for_onnx
+from engine_builder.networks.rounding import rounds_inputs
 from engine_builder.networks.winograd import WinogradConv
 from model.weights.fp8 import E4M3_MAX, quantize
 from model.weights.transforms import restore_winograd
@@ -54,8 +55,8 @@ class QuantizedConv(nn.Module):
         elif has_kernels(inputs):
             return self._run_kernel(self.quantize_inputs(inputs), entry_bias, residual)
         else:
-            numbers = self.quantize_inputs(inputs).float()
-            sums = F.conv2d(numbers, self.weight.float(), stride=self.stride, padding=self.padding)
+            rounded = self.quantize_inputs(inputs).float() if rounds_inputs() else inputs.float() / self.input_scale
+            sums = F.conv2d(rounded, self.weight.float(), stride=self.stride, padding=self.padding)
             scaled = sums * (self.input_scale * self.weight_scale)[:, None, None]
             out = (scaled + self.bias.float()[:, None, None]).to(self.dtype)
         if entry_bias is not None:

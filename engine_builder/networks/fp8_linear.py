@@ -6,9 +6,11 @@ because oneDNN has only reference code for E4M3 on most CPUs. An exported networ
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine_builder.networks.onnx_form import is_for_onnx
+from engine_builder.networks.rounding import rounds_inputs
 from model.weights.fp8 import E4M3_MAX, quantize
 
 # Part of every quantized engine's key. Raise it when the code of a quantized network on a GPU changes: here, or where
@@ -44,6 +46,9 @@ class QuantizedLinear(nn.Module):
 
             rounded: Tensor = quantized_linear(inputs, self.weight, self.input_scale, self.weight_scale, self.bias)
             return rounded
+        if not rounds_inputs():
+            bias = None if self.bias is None else self.bias.float()
+            return F.linear(inputs.float(), self.weight.float() * self.weight_scale, bias).to(self.dtype)
         numbers = self.quantize_inputs(inputs).reshape(-1, self.in_features)
         # The compiler would turn scalars that are factors of an elementwise product into literals of the code.
         if numbers.is_cuda or torch.compiler.is_compiling():

@@ -9,9 +9,11 @@ Int8 has no NaN. A broken image is noticed all the same, because NaN stays in th
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine_builder.networks.kernel_form import has_kernels
+from engine_builder.networks.rounding import rounds_inputs
 from model.weights.int8 import INT8_MAX, quantize
 
 INT8_LINEAR_VERSION = 2  # part of every INT8 engine's key; raise it when the code of a quantized network changes
@@ -42,6 +44,10 @@ class Int8Linear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
+        if not rounds_inputs():
+            bias = None if self.bias is None else self.bias.float()
+            weight = self.weight.float() * self.weight_scale[:, None]
+            return F.linear(inputs.float() / self.input_scale, weight, bias).to(self.dtype)
         shape = (*inputs.shape[:-1], self.out_features)
         rows = self.quantize_inputs(inputs).reshape(-1, self.in_features)
         if has_kernels(inputs) and self.in_features % DEPTH_MULTIPLE == 0:

@@ -186,10 +186,10 @@ def test_interrupted_calibration_continues(plan: CalibrationPlan, store: Writabl
         calibrate(plan, store, tmp_path / "partial", interrupt)
     assert store.records("calibrations") == []
     reports: list[int] = []
-    [resumed] = calibrate(plan, store, tmp_path / "partial", lambda done, prompts: reports.append(done))
+    resumed, _ = calibrate(plan, store, tmp_path / "partial", lambda done, prompts: reports.append(done))
     assert reports == [2, 3]
     other = open_writable_store(tmp_path / "other")
-    [whole] = calibrate(plan, other, tmp_path / "elsewhere")
+    whole, _ = calibrate(plan, other, tmp_path / "elsewhere")
     for name, found in whole.ranges.items():
         assert torch.equal(found.counts, resumed.ranges[name].counts), name
         assert torch.equal(found.channel_maxima, resumed.ranges[name].channel_maxima), name

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from diffusers import AutoencoderKL
 from prometheus_client import REGISTRY
 from safetensors.torch import load_file
 from typer.testing import CliRunner
@@ -42,8 +43,7 @@ from model.settings import ServedPrecision
 from model.store.manifest import Fp16Steps, Manifest
 from model.store.manifest_json import parse_constants
 from model.store.precision import FP8, FP16, FP32, INT8, Precision
-from tests.builder.helpers import edit_json, folder_of
-from tests.conftest import MODEL_FOLDER
+from tests.builder.helpers import folder_of
 
 VAE_POLICY = Policy(keep_fp16=["*.proj_in", "*.proj_out"], vae_convolutions=["decoder.*"])
 
@@ -349,8 +349,13 @@ def test_vae_decoder_in_fp8_is_built_served_and_compared_with_fp16(
     store = open_writable_store(shutil.copytree(folder_of(with_fp16), tmp_path / "store"))
     with pytest.raises(BadPolicy, match="quantizes no layer of vae_decoder"):
         quantized_plan(fp8_plan, VAE_POLICY, store).load("vae_decoder", ModuleReader())
-    vae = Path(shutil.copytree(MODEL_FOLDER / "vae", tmp_path / "vae"))
-    edit_json(vae / "config.json", scaling_factor=fp8_plan.base.config("vae")["scaling_factor"])
+    vae, levels = tmp_path / "vae", 2
+    torch.manual_seed(0)
+    AutoencoderKL(
+        block_out_channels=(32, 64), down_block_types=["DownEncoderBlock2D"] * levels,
+        up_block_types=["UpDecoderBlock2D"] * levels, norm_num_groups=8, force_upcast=False,
+        scaling_factor=fp8_plan.base.config("vae")["scaling_factor"],
+    ).save_pretrained(vae)  # fmt: skip
     plan = replace(fp8_plan, base=replace(fp8_plan.base, vae=vae))
     with pytest.raises(CalibrationError, match="no intact calibration of this model's vae_decoder"):
         quantized_plan(plan, VAE_POLICY, store)
@@ -374,12 +379,12 @@ def test_vae_decoder_in_fp8_is_built_served_and_compared_with_fp16(
     exact, fp8 = load_in(ServedPrecision(FP16)), load_in(ServedPrecision(FP8, compares=True))
     assert not exact.model.fp16_engines and set(fp8.model.fp16_engines) == {"unet", "vae_decoder"}
     np.testing.assert_array_equal(generate_one(fp8.model.in_fp16(), fp8), picture(exact))
-    latents = {"latents": torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0)).half()}
+    latents = {"latents": torch.randn(1, 4, 32, 32, generator=torch.Generator().manual_seed(0)).half()}
     found, expected = (
         loaded.model.engines["vae_decoder"].run(latents, 64, 64)["pixels"].double() for loaded in (fp8, exact)
     )
     noise = (found - expected).square().mean() / expected.square().mean()
-    assert 1e-5 < noise < 1e-2, "between 20 and 50 dB"
+    assert 1e-5 < noise < 1e-1, "between 10 and 50 dB; weights are random"
 
 
 def test_another_clip_reuses_the_engine_with_other_weights(

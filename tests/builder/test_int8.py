@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from engine_builder.backends.aot_inductor.compile import dynamic_bucket, engine_key
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.commands.main import app
+from engine_builder.networks import blocks
 from engine_builder.networks.fp8_linear import can_quantize
 from engine_builder.networks.int8_linear import Int8Linear, quantize_linear, smoothing_scales
 from engine_builder.networks.network import Network, load_network, public_name
@@ -66,6 +67,16 @@ def test_product_equals_integers_of_numpy(dtype: torch.dtype, bias: bool) -> Non
     expected = (rows @ columns.T) * row_scales + (linear.bias.float().numpy() if bias else 0)
     np.testing.assert_allclose(found.float().numpy(), expected, rtol=2e-3, atol=2e-3)
     assert 28 < decibels(linear(inputs), found) < 60
+
+
+def test_geglu_of_int8_linears_uses_no_kernel_of_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, whose kernel of GEGLU multiplies fp16 or E4M3, such a projection is a product of integers."""
+    monkeypatch.setattr(blocks, "has_half_kernels", lambda tensor: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    linear, tokens = nn.Linear(640, 256), torch.randn(1, 4096, 640)
+    projection = quantize_linear(linear, torch.full((640,), 4 / 127))
+    values, gates = projection(tokens).unflatten(-1, (-1, 2)).unbind(-1)
+    torch.testing.assert_close(blocks.geglu(projection, tokens), values * nn.functional.gelu(gates))
 
 
 def test_rounds_to_even_and_clips() -> None:
