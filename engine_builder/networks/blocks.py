@@ -31,9 +31,6 @@ _SMALL_ELEMENTS = 4_000_000  # up to this size `_affine_via_store` is faster
 # Where the Triton kernels are faster, as measured on an H200.
 _MAX_SELF_ATTENTION_TOKENS = 1024  # tokens of a batch; above it cuDNN's attention is faster
 _MIN_GEGLU_TOKENS, _MIN_GEGLU_TOKENS_WIDE = 3696, 924  # tokens of a batch; the latter for 1,280 channels or more
-# Not measured; the benchmark `fp8_convolutions` times both forms. A larger number than any tensor has switches the
-# kernel of `fp8_norm_kernels` off.
-_MIN_NORM_KERNEL_ELEMENTS = 0
 
 
 def group_norm(norm: Any, hidden: Tensor) -> Tensor:
@@ -132,12 +129,12 @@ def norm_silu_conv(
 ) -> Tensor:
     """Return conv(silu(norm(hidden))), plus `bias` [batch, channels] at every pixel, plus `residual` of its shape.
 
-    norm_kernel: whether the kernel of `fp8_norm_kernels` computes the norm before a convolution in FP8. None:
-    `uses_norm_kernel` decides.
+    norm_kernel: whether the kernel of `fp8_norm_kernels` computes the norm before a convolution in FP8. None: on a GPU
+    in half precision, where it was faster for all layers that were measured, on an H100.
     """
     if isinstance(conv, WinogradConv) and not is_plain():
         return _winograd_conv(norm, conv, hidden, bias, residual)
-    if isinstance(conv, QuantizedConv) and (uses_norm_kernel(hidden) if norm_kernel is None else norm_kernel):
+    if isinstance(conv, QuantizedConv) and (has_half_kernels(hidden) if norm_kernel is None else norm_kernel):
         activated = _norm_silu_e4m3(norm, conv, hidden)
     else:
         activated = F.silu(group_norm(norm, hidden))  # the compiler fuses the quantization with it
@@ -148,11 +145,6 @@ def norm_silu_conv(
     if bias is not None:
         out = repeat_batch(out, bias.shape[0]) + bias[:, :, None, None]
     return out if residual is None else residual + out
-
-
-def uses_norm_kernel(hidden: Tensor) -> bool:
-    """True if the kernel of `fp8_norm_kernels` computes the norm of `hidden` before a convolution in FP8."""
-    return has_half_kernels(hidden) and hidden.numel() >= _MIN_NORM_KERNEL_ELEMENTS
 
 
 def _norm_silu_e4m3(norm: Any, conv: QuantizedConv, hidden: Tensor) -> Tensor:

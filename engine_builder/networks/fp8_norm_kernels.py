@@ -9,7 +9,7 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor, library
 
-# Not tuned on a GPU.
+# Measured with these numbers on an H100; others were not compared.
 _PIXELS = 32  # that a program reads at once
 _MAX_SLICE = 128  # channels of a program
 # A warp for so many channels: then each thread computes one scale and shift at most. It has 32 numbers of the pixels.
