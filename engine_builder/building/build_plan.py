@@ -260,6 +260,11 @@ class BuildPlan:
                     f"Give sides that are multiples of {multiple} from {SMALLEST_SIDE} to {LARGEST_SIDE}, and a batch "
                     "of at least one.",
                 )
+            if self.quantizes_vae and self._decoder_elements(size) >= 2**31:
+                raise SizesRefused(
+                    f"{size.width}x{size.height} is too large for a VAE decoder in {self.precision}.",
+                    "Build without this size, or with a policy without vae_convolutions.",
+                )
         for bands in self.bands:
             multiple = bands * self.base.size_step()
             if not self.sizes and 64 + 5 * multiple > compiler.LARGEST_DYNAMIC_SIDE:
@@ -288,6 +293,11 @@ class BuildPlan:
                 f"{default}, and that size is not built.",
                 f"Add {width}x{height}, or set another default: {self._default_size_entry(first.width, first.height)}.",
             )
+
+    def _decoder_elements(self, size: Size) -> int:
+        """Return the elements of the decoder's largest tensor: the last level begins with the channels before it."""
+        channels = self.base.config("vae")["block_out_channels"]
+        return size.height * size.width * int(max(channels[:2]))
 
     def _default_size_entry(self, width: int, height: int) -> str:
         """Return the entry of the model's defaults.json that sets its default size, and the file's path."""

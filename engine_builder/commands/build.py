@@ -68,13 +68,15 @@ def build(
     precision: Annotated[
         str | None,
         typer.Option(
-            help="fp32, fp16, bf16, fp8 or int8; in the last two only the UNet's linears, all else in fp16, after "
+            help="fp32, fp16, bf16, fp8 or int8; in the last two the layers of the policy, all else in fp16, after "
             "`preheat calibrate`; default: fp32 on a CPU, else fp16."
         ),
     ] = None,
     policy: Annotated[
         Path | None,
-        typer.Option(help="fp8, int8: TOML file of the layers that stay in fp16; default: proj_in and proj_out."),
+        typer.Option(
+            help="fp8, int8: TOML file of the quantized layers; default: the UNet's linears but proj_in and proj_out."
+        ),
     ] = None,
     report: Annotated[
         bool, typer.Option("--report", help="fp8, int8: print the error and the gain of each layer.")

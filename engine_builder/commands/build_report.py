@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from engine_builder.commands.console import console, plain, steps_bar
-from model.pipeline.spec import UNET, UNET_CONTROLLED, UNET_IP, VAE_DECODER, VAE_ENCODER
+from model.pipeline.spec import UNET, UNET_CONTROLLED, UNET_IP, VAE_ENCODER
 from model.store.manifest import Bucket
 from model.store.precision import FP16
 
@@ -76,14 +76,15 @@ def bucket_label(bucket: Bucket) -> str:
 
 def _vae_remark(plan: "BuildPlan") -> str:
     """Describe the VAE's precision if it differs from the model's or contradicts the VAE's config."""
-    precision = plan.precision_of(VAE_DECODER)
+    precision = plan.unquantized_vae_precision
+    decoder = f", its VAE decoder in {plan.precision}" if plan.quantizes_vae else ""
     if precision == FP16 and plan.upcasts_vae:
         return (
-            ", also its VAE, although its config says that it overflows in fp16 (force_upcast): images may hold NaN, "
-            "and their requests fail"
+            f"{decoder}, also its VAE, although its config says that it overflows in fp16 (force_upcast): images may "
+            "hold NaN, and their requests fail"
         )
     if precision == plan.precision.unquantized:
-        return ""
+        return decoder
     return f", its VAE in {precision}" + ("" if plan.vae_precision else " (force_upcast: it would overflow in fp16)")
 
 

@@ -31,7 +31,7 @@ from model.validation import MAX_GUIDANCE, MAX_STEPS
 def check_fp8(
     model: Annotated[str, typer.Argument(help="Folder in diffusers' layout, or a Hub id.")],
     policy: Annotated[
-        Path | None, typer.Option(help="TOML file: which layers stay in fp16; default: proj_in and proj_out.")
+        Path | None, typer.Option(help="TOML file of the quantized layers; default: those of `preheat build`.")
     ] = None,
     thresholds: Annotated[Path | None, typer.Option(help="TOML file: limits of the comparison.")] = None,
     prompts: Annotated[Path, typer.Option(help="Text file with one prompt in each line.")] = PROMPTS,
@@ -42,7 +42,7 @@ def check_fp8(
     out: Annotated[
         Path | None, typer.Option(help="Folder for report.json and pairs.png, the pictures side by side.")
     ] = None,
-    quantized: Annotated[str, typer.Option(help="fp8 or int8: the numbers of the UNet's linears.")] = "fp8",
+    quantized: Annotated[str, typer.Option(help="fp8 or int8: the numbers of the quantized layers.")] = "fp8",
     precision: Annotated[
         str | None,
         typer.Option(help="What 8 bits are compared with: fp16 or bf16 on a GPU; default: fp32 on a CPU, else fp16."),

@@ -20,12 +20,12 @@ def export_onnx(
     precision: Annotated[
         str,
         typer.Option(
-            help="fp32, fp16, or fp8: the UNet's linears between nodes that quantize, all else in fp16, after "
+            help="fp32, fp16, or fp8: the layers of the policy between nodes that quantize, all else in fp16, after "
             "`preheat calibrate`."
         ),
     ] = "fp16",
     policy: Annotated[
-        Path | None, typer.Option(help="fp8: TOML file of the layers that stay in fp16; default: proj_in and proj_out.")
+        Path | None, typer.Option(help="fp8: TOML file of the quantized layers; default: those of `preheat build`.")
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Also write each COMPONENT.onnx and the weights to this folder.")

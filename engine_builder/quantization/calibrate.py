@@ -110,11 +110,13 @@ def calibrate(
     """
     check_model(plan.base, plan.refiner)
     conditions = {name: plan.conditions(name) for name in plan.components}
-    if all(CalibrationRecord.find(store, wanted.key) for wanted in conditions.values()):
-        return [
-            CalibratedNetwork(wanted, read_calibration(store, wanted.key, wanted.weights), is_new=False)
-            for wanted in conditions.values()
-        ]
+    stored = {
+        name: CalibratedNetwork(wanted, read_calibration(store, wanted.key, wanted.weights), is_new=False)
+        for name, wanted in conditions.items()
+        if CalibrationRecord.find(store, wanted.key)
+    }
+    if len(stored) == len(conditions):
+        return list(stored.values())
     networks, model = load_eager_model(plan.base, plan.refiner, plan.precision, plan.device, store)
     key = hashlib.sha256("".join(wanted.key for wanted in conditions.values()).encode()).hexdigest()
     saved = partial / f"{key}.safetensors"
@@ -137,9 +139,12 @@ def calibrate(
         saved.unlink(missing_ok=True)  # the next calibration would end here, too
         raise
     for name, wanted in conditions.items():
-        write_calibration(store, wanted, ranges[name])
+        # A record keeps its ranges: validations name the record, and not what is in it.
+        if name not in stored:
+            write_calibration(store, wanted, ranges[name])
     saved.unlink(missing_ok=True)
-    return [CalibratedNetwork(wanted, ranges[name], is_new=True) for name, wanted in conditions.items()]
+    made = {name: CalibratedNetwork(wanted, ranges[name], is_new=True) for name, wanted in conditions.items()}
+    return list((made | stored).values())
 
 
 def _check(ranges: dict[str, Ranges]) -> None:

@@ -6,6 +6,7 @@ from engine_builder.quantization.validation.thresholds import Thresholds, violat
 from engine_builder.stores.store import WritableStore
 from engine_builder.stores.writing import record_key
 from model.errors import PreheatError
+from model.pipeline.spec import find_component
 from model.store.manifest import EngineRecord, Manifest, Validation
 from model.store.precision import FP16
 
@@ -69,7 +70,8 @@ def _refuse_emulated(store: WritableStore, model: str, engines: list[EngineRecor
 def _mismatches(manifest: Manifest, engines: list[EngineRecord], report: ValidationReport) -> list[str]:
     """Return a sentence for each way in which a report is not about these 8-bit engines, which are all for GPUs."""
     found = []
-    replaced = {(engine.component, engine.target) for engine in engines}
+    unets = [engine for engine in engines if find_component(engine.component)[0].phase == "step"]
+    replaced = {(engine.component, engine.target) for engine in unets}
     allowed = {FP16.name} | {
         engine.precision.name
         for engine in manifest.engines
@@ -97,7 +99,7 @@ def _find_validation(store: WritableStore, manifest: Manifest) -> tuple[StoredVa
         options = f"--store {store.url}" + ("" if manifest.has_refiner else " --no-refiner")
         raise NotValidated(
             f"{store.url} has no intact validation of the quantization {digest[:12]} of {manifest.model}.",
-            f"Run `preheat check-fp8 MODEL {options}` with the model, the policy and the calibration of the build, or "
-            f"{_LEAVE_OUT}.",
+            f"Run `preheat check-fp8 MODEL {options}` with the model, the VAE (--vae), the policy and the calibration "
+            f"of the build, or {_LEAVE_OUT}.",
         )
     return record, report

@@ -160,7 +160,8 @@ def select(
         )
     weights = {name: [weights_of(manifest, engine) for engine in records] for name, records in engines.items()}
     for name, records in engines.items():
-        if any(engine.signature != records[0].signature for engine in records):
+        first = {engine.precision.unquantized: engine.signature for engine in reversed(records)}
+        if any(engine.signature != first[engine.precision.unquantized] for engine in records):
             raise EngineError(f"The {name} engines of release {manifest.name} differ in what they take and return.")
         check_plan_versions(manifest, records, versions)
         for engine, record in zip(records, weights[name], strict=True):

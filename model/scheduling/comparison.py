@@ -1,8 +1,8 @@
 """Compare served images with the same images in fp16, while the server has nothing else to do.
 
-One in N finished images of an 8-bit UNet is generated again on the UNet in fp16, one step at a time. Both pictures are
-compared before post-processing. A request that arrives ends the comparison. Of all images, at most one is kept for it,
-and nothing of it afterwards.
+One in N finished images of an 8-bit UNet is generated again, one step at a time, with the UNet and the VAE decoder in
+fp16. Both pictures are compared before post-processing. A request that arrives ends the comparison. Of all images, at
+most one is kept for it, and nothing of it afterwards.
 
 The fp16 steps run op by op, in the smallest batch that holds one image: graphs would hold memory all the time. Only
 images without LoRA adapters are compared, and only while none is merged into the weights.
@@ -39,7 +39,7 @@ class ImageComparison:
     """Any thread may call `offer`. The rest runs on the scheduler's thread."""
 
     def __init__(self, model: LoadedModel, every: int) -> None:
-        """Compare one in `every` images that are offered. `model` must have its UNets in fp16, too."""
+        """Compare one in `every` images that are offered. `model` must have its 8-bit networks in fp16, too."""
         self._model, self._every = model, every
         self._reference = model.in_fp16()
         self._probe = DeviceProbe(model.device)

@@ -1,6 +1,7 @@
 """Calibration: the ranges of layers, their records in a store, resuming, and refusals."""
 
 import dataclasses
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from engine_builder.quantization.record import (
 )
 from engine_builder.releases.gc import named_blobs
 from engine_builder.stores.store import WritableStore, open_writable_store
+from engine_builder.stores.writing import record_key
 from model.store.precision import FP32
 from model.weights.fp8 import E4M3_MAX
 from tests.builder.helpers import edit_weights, folder_of, perturb
@@ -160,6 +162,23 @@ def test_calibrates_once(plan: CalibrationPlan, store: WritableStore, tmp_path: 
         assert torch.equal(found.counts, first.ranges[name].counts) and found.calls == 6
     record = CalibrationRecord.find(store, first.conditions.key)
     assert record is not None and record.ranges.sha256 in named_blobs(store), "gc would delete the ranges"
+
+
+def test_stored_ranges_stay_if_another_networks_are_missing(
+    plan: CalibrationPlan, store: WritableStore, tmp_path: Path
+) -> None:
+    """As with another VAE, or after a version that calibrated only UNets: validations name the UNet's record."""
+    unet, decoder = calibrate(plan, store, tmp_path / "partial")
+    kept, missing = (
+        Path(folder_of(store)) / record_key(CalibrationRecord.kind, network.conditions.key)
+        for network in (unet, decoder)
+    )
+    missing.unlink()
+    os.utime(kept, (0, 0))
+    again = calibrate(plan, store, tmp_path / "partial")
+    assert [network.is_new for network in again] == [False, True]
+    assert [network.conditions for network in again] == [unet.conditions, decoder.conditions]
+    assert kept.stat().st_mtime == 0 and missing.exists()
 
 
 def test_base_runs_all_steps_of_half_of_the_prompts(store: WritableStore, tmp_path: Path) -> None:

@@ -18,11 +18,13 @@ from typer.testing import CliRunner
 from engine_builder.benchmarks.precisions import compare
 from engine_builder.benchmarks.suite import Case
 from engine_builder.building.build import build
-from engine_builder.building.build_plan import BuildPlan
+from engine_builder.building.build_plan import BuildPlan, Size, SizesRefused
+from engine_builder.checkpoints.folder import Checkpoint
+from engine_builder.commands.build_report import _vae_remark
 from engine_builder.commands.main import app
 from engine_builder.networks.fp8_conv import CONV_VERSION
 from engine_builder.networks.network import ModuleReader
-from engine_builder.quantization.plan import plan_quantization
+from engine_builder.quantization.plan import Quantization, plan_quantization
 from engine_builder.quantization.policy import BadPolicy, Policy
 from engine_builder.quantization.record import CalibrationError
 from engine_builder.releases.publish import MissingFp16Engines, check_fp16_steps, merge_drafts, read_drafts
@@ -43,7 +45,7 @@ from model.settings import ServedPrecision
 from model.store.manifest import Fp16Steps, Manifest
 from model.store.manifest_json import parse_constants
 from model.store.precision import FP8, FP16, FP32, INT8, Precision
-from tests.builder.helpers import folder_of
+from tests.builder.helpers import edit_json, folder_of
 
 VAE_POLICY = Policy(keep_fp16=["*.proj_in", "*.proj_out"], vae_convolutions=["decoder.*"])
 
@@ -385,6 +387,37 @@ def test_vae_decoder_in_fp8_is_built_served_and_compared_with_fp16(
     )
     noise = (found - expected).square().mean() / expected.square().mean()
     assert 1e-5 < noise < 1e-1, "between 10 and 50 dB; weights are random"
+
+
+def with_fp8_decoder(plan: BuildPlan) -> BuildPlan:
+    """Return a plan whose VAE decoder is quantized, without ranges."""
+    return replace(plan, precision=FP8, quantization=Quantization(VAE_POLICY, {}, {"unet": {}, "vae_decoder": {}}))
+
+
+@pytest.mark.parametrize(
+    ("force_upcast", "vae_precision", "remark"),
+    [(False, None, ""), (True, FP16, "although its config says that it overflows in fp16")],
+)
+def test_build_says_that_the_decoder_is_fp8(
+    force_upcast: bool, vae_precision: Precision | None, remark: str, toy_plan: BuildPlan, folder_copy: Path
+) -> None:
+    edit_json(folder_copy / "vae" / "config.json", force_upcast=force_upcast)
+    plan = replace(with_fp8_decoder(toy_plan), base=Checkpoint(folder_copy), vae_precision=vae_precision)
+    found = _vae_remark(plan)
+    assert found.startswith(", its VAE decoder in fp8") and remark in found
+    assert "decoder" not in _vae_remark(replace(plan, quantization=None))
+
+
+def test_sizes_whose_pixels_a_kernel_cannot_count_are_refused(toy_plan: BuildPlan, folder_copy: Path) -> None:
+    """In FP8 a tensor of the decoder has fewer than 2^31 elements; SDXL's has 256 channels at full size."""
+    edit_json(folder_copy / "vae" / "config.json", block_out_channels=[128, 256, 512, 512])
+    (folder_copy / "defaults.json").write_text('{"width": 2048, "height": 2048}')
+    sizes = Size(1, 2048, 2048), Size(1, 2896, 2880)
+    plan = replace(toy_plan, base=Checkpoint(folder_copy), sizes=(*sizes, Size(1, 3072, 3072)))
+    plan.check_sizes()
+    with_fp8_decoder(replace(plan, sizes=sizes)).check_sizes()
+    with pytest.raises(SizesRefused, match="3072x3072 is too large for a VAE decoder in fp8"):
+        with_fp8_decoder(plan).check_sizes()
 
 
 def test_another_clip_reuses_the_engine_with_other_weights(

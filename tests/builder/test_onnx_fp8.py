@@ -11,6 +11,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from diffusers import AutoencoderKL
 from onnx import TensorProto
 from typer.testing import CliRunner
 
@@ -177,6 +178,19 @@ def test_convolutions_are_quantized_and_equal_eager_pytorch() -> None:
     assert all(producers[node.input[1]] == "DequantizeLinear" for node in rounded)
     assert {f"{name}.weight_scale" for name in names} <= graph.constants.keys()
     assert validate_graph(unet, graph) <= 2e-2
+
+
+def test_deep_decoder_of_other_rounding_errors_is_exported(tmp_path: Path) -> None:
+    """31 quantized convolutions follow each other, as in SDXL's decoder. The graph rounds as often as eager PyTorch."""
+    torch.manual_seed(0)
+    AutoencoderKL(
+        block_out_channels=(32, 64, 64, 64), layers_per_block=2, down_block_types=["DownEncoderBlock2D"] * 4,
+        up_block_types=["UpDecoderBlock2D"] * 4, norm_num_groups=32, force_upcast=False,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    exact = load_network(replace(Checkpoint(MODEL_FOLDER), vae=tmp_path), "vae_decoder", FP16)
+    names = [public_name(name) for name, module in exact.module.named_modules() if can_quantize_conv(module)]
+    decoder = quantize_layers(exact, {name: 4.0 for name in names})
+    assert len(names) == 31 and validate_graph(decoder, export_graph(decoder)) > 5e-2
 
 
 def test_command_writes_a_checked_graph(written: tuple[WritableStore, Path]) -> None:

@@ -132,7 +132,7 @@ def _compile_in_processes(
                     worker.close()
                     end_process(workers[worker])  # the checks need the memory that it holds
                 yield result
-                torch.cuda.empty_cache()  # of the check
+                torch.cuda.empty_cache()  # frees what the check used
     finally:
         for worker, process in workers.items():
             worker.close()
@@ -184,7 +184,8 @@ def _run_worker(builder: Connection, threads: int) -> None:
             result = error
         except Exception:
             result = CompileError(f"Compiling the {job.component} failed:\n{traceback.format_exc()}")
-        torch.cuda.empty_cache()
+        with suppress(RuntimeError):  # of a GPU that failed: the builder gets that error
+            torch.cuda.empty_cache()
         try:
             builder.send(result)
         except BrokenPipeError:
