@@ -7,7 +7,7 @@ weights. After each image the ranges are saved to a folder, so an interrupted ca
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,15 +115,17 @@ def calibrate(
         for name, wanted in conditions.items()
         if CalibrationRecord.find(store, wanted.key)
     }
-    if len(stored) == len(conditions):
+    # A stored record keeps its ranges: validations name the record, and not what is in it.
+    missing = {name: wanted for name, wanted in conditions.items() if name not in stored}
+    if not missing:
         return list(stored.values())
     networks, model = load_eager_model(plan.base, plan.refiner, plan.precision, plan.device, store)
-    key = hashlib.sha256("".join(wanted.key for wanted in conditions.values()).encode()).hexdigest()
+    key = hashlib.sha256("".join(wanted.key for wanted in missing.values()).encode()).hexdigest()
     saved = partial / f"{key}.safetensors"
-    ranges, done = _read_partial(saved, plan)
+    ranges, done = _read_partial(saved, tuple(missing), plan.device)
     with ExitStack() as stack:
         stack.enter_context(plain_operations())
-        for name in plan.components:
+        for name in missing:
             stack.enter_context(observing(networks[name].module, ranges[name]))
         for number in range(done, len(plan.prompts)):
             report(number, len(plan.prompts))
@@ -138,13 +140,11 @@ def calibrate(
     except CalibrationError:
         saved.unlink(missing_ok=True)  # the next calibration would end here, too
         raise
-    for name, wanted in conditions.items():
-        # A record keeps its ranges: validations name the record, and not what is in it.
-        if name not in stored:
-            write_calibration(store, wanted, ranges[name])
+    for name, wanted in missing.items():
+        write_calibration(store, wanted, ranges[name])
     saved.unlink(missing_ok=True)
-    made = {name: CalibratedNetwork(wanted, ranges[name], is_new=True) for name, wanted in conditions.items()}
-    return list((made | stored).values())
+    made = {name: CalibratedNetwork(wanted, ranges[name], is_new=True) for name, wanted in missing.items()}
+    return [(stored | made)[name] for name in conditions]
 
 
 def _check(ranges: dict[str, Ranges]) -> None:
@@ -213,18 +213,18 @@ def _request(plan: CalibrationPlan, number: int, use_refiner: bool) -> Generatio
     )  # fmt: skip
 
 
-def _read_partial(path: Path, plan: CalibrationPlan) -> tuple[dict[str, Ranges], int]:
+def _read_partial(path: Path, components: Sequence[str], device: str) -> tuple[dict[str, Ranges], int]:
     """Return the ranges of an unfinished calibration by component, and the number of its prompts.
 
     Without a usable file all are empty and 0.
     """
-    empty: dict[str, Ranges] = {name: {} for name in plan.components}
+    empty: dict[str, Ranges] = {name: {} for name in components}
     try:
-        tensors = load_file(path, device=plan.device)
+        tensors = load_file(path, device=device)
         done = int(tensors.pop("prompts"))
         by_component = {
             name: from_tensors({k.removeprefix(f"{name}/"): t for k, t in tensors.items() if k.startswith(f"{name}/")})
-            for name in plan.components
+            for name in components
         }
     except (OSError, SafetensorError, KeyError, ValueError):
         return empty, 0

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -165,7 +166,7 @@ def test_calibrates_once(plan: CalibrationPlan, store: WritableStore, tmp_path: 
 
 
 def test_stored_ranges_stay_if_another_networks_are_missing(
-    plan: CalibrationPlan, store: WritableStore, tmp_path: Path
+    plan: CalibrationPlan, store: WritableStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with another VAE, or after a version that calibrated only UNets: validations name the UNet's record."""
     unet, decoder = calibrate(plan, store, tmp_path / "partial")
@@ -175,7 +176,15 @@ def test_stored_ranges_stay_if_another_networks_are_missing(
     )
     missing.unlink()
     os.utime(kept, (0, 0))
+    observed: list[nn.Module] = []
+
+    def observe(network: nn.Module, ranges: dict[str, InputRange]) -> AbstractContextManager[None]:
+        observed.append(network)
+        return observing(network, ranges)
+
+    monkeypatch.setattr("engine_builder.quantization.calibrate.observing", observe)
     again = calibrate(plan, store, tmp_path / "partial")
+    assert [type(network).__name__ for network in observed] == ["VaeDecoderNetwork"]
     assert [network.is_new for network in again] == [False, True]
     assert [network.conditions for network in again] == [unet.conditions, decoder.conditions]
     assert kept.stat().st_mtime == 0 and missing.exists()
