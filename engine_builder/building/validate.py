@@ -5,6 +5,7 @@ The reference runs PyTorch's own operations with the same weights, not the Trito
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from model.store.manifest import Accuracy, Bucket
 
 # Largest relative error (norm of the difference over norm of the reference), by the dtype of matrix products.
 # In FP8 an input that differs in its last bit may be rounded to another number, an eighth away. Where many quantized
-# layers follow each other, `is_as_exact` decides.
+# layers follow each other, `RoundingErrors` decides.
 _MAX_RELATIVE_ERROR = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 3e-2, "float8_e4m3fn": 5e-2, "int8": 5e-2}
 _MAX_ROUNDING_RATIO = 1.1  # of an engine's distance to the network without rounded inputs, and eager PyTorch's
 
@@ -45,14 +46,15 @@ def validate(network: Network, engine: Engine, real_inputs: Iterable[Mapping[str
     """Compare on random inputs of a few small sizes of the bucket, and on `real_inputs`. Raises InaccurateEngine.
 
     NaN or infinity in the reference or an output counts as inaccurate. An 8-bit engine may differ by more than the
-    tolerance if its rounding errors are no larger than eager PyTorch's, though others: see `networks.rounding`.
+    tolerance if its rounding errors are no larger than eager PyTorch's, though others: see `RoundingErrors`.
     """
     device = next(iter(network.tensors().values())).device.type
     allowed = tolerance(network, device)
-    cases = [*_random_cases(network, engine.bucket, device), *real_inputs]
+    random_cases = _random_cases(network, engine.bucket, device)
+    cases = [*random_cases, *real_inputs]
     worst = total = relative = 0.0
     elements = 0
-    for case in cases:
+    for number, case in enumerate(cases):
         with torch.inference_mode():
             with plain_operations():
                 expected = network.module(*(case[spec.name] for spec in network.signature.inputs))
@@ -60,32 +62,65 @@ def validate(network: Network, engine: Engine, real_inputs: Iterable[Mapping[str
         for index, (reference, output) in enumerate(zip(expected, outputs, strict=True)):
             difference = (output.double() - reference.double()).abs()
             error = _relative_error(output, reference)
-            # Also for NaN.
-            if not error <= allowed and not is_as_exact(network, case, index, output, reference):
-                raise InaccurateEngine(
-                    f"The {network.component} engine differs by {error:.2e} (relative, by norm) from eager PyTorch; "
-                    f"{network.precision} allows {allowed:.0e}. It was not stored."
-                )
+            if not error <= allowed:  # also for NaN
+                rounding = rounding_errors(network, case, index, output, reference)
+                if rounding is None or not rounding.are_as_large:
+                    of_inputs = "random inputs" if number < len(random_cases) else "inputs of a denoising run"
+                    raise InaccurateEngine(
+                        f"The {network.component} engine ({engine.bucket.label}) differs by {error:.2e} "
+                        f"(relative, by norm) from eager PyTorch; {network.precision} allows {allowed:.0e}. That is on "
+                        f"{of_inputs}, and entry {_worst_entry(output, reference)} of the batch is the worst. "
+                        f"{rounding or ''}It was not stored."
+                    )
             worst, relative = max(worst, float(difference.max())), max(relative, error)
             total += float(difference.sum())
             elements += difference.numel()
     return Accuracy(worst=worst, mean=total / elements, relative=relative, cases=len(cases))
 
 
-def is_as_exact(
-    network: Network, case: Mapping[str, torch.Tensor], index: int, output: torch.Tensor, reference: torch.Tensor
-) -> bool:
-    """True if an 8-bit engine's output is about as near to the network with unrounded inputs as eager PyTorch's is.
+@dataclass(frozen=True)
+class RoundingErrors:
+    """The distances of an engine and of eager PyTorch to the network without rounded inputs, relative by norm.
 
-    case: the network's inputs by name. index: of the output, whose value in eager PyTorch is `reference`. False if any
-    of the values is NaN or infinite.
+    See `networks.rounding` for why they are compared.
+    """
+
+    engine: float
+    eager: float
+
+    @property
+    def are_as_large(self) -> bool:
+        """True if the engine is about as near as eager PyTorch. False for NaN."""
+        limit = _MAX_ROUNDING_RATIO * self.eager
+        return math.isfinite(limit) and self.engine <= limit
+
+    def __str__(self) -> str:
+        return (
+            f"Its distance to the network without rounded inputs is {self.engine:.2e}, that of eager PyTorch "
+            f"{self.eager:.2e}. "
+        )
+
+
+def rounding_errors(
+    network: Network, case: Mapping[str, torch.Tensor], index: int, output: torch.Tensor, reference: torch.Tensor
+) -> RoundingErrors | None:
+    """Return the rounding errors of an 8-bit network, or None for another.
+
+    case: the network's inputs by name. index: of the output, whose value in eager PyTorch is `reference`.
     """
     if not network.precision.is_quantized:
-        return False
+        return None
     with torch.inference_mode(), plain_operations(), unrounded_inputs():
         exact = network.module(*(case[spec.name] for spec in network.signature.inputs))[index]
-    limit = _MAX_ROUNDING_RATIO * _relative_error(reference, exact)
-    return math.isfinite(limit) and _relative_error(output, exact) <= limit
+    return RoundingErrors(_relative_error(output, exact), _relative_error(reference, exact))
+
+
+def _worst_entry(output: torch.Tensor, reference: torch.Tensor) -> int:
+    """Return the number of the batch entry with the largest relative error, from 1. One with NaN is the worst."""
+    batch = reference.shape[0]
+    errors = (output.double() - reference.double()).reshape(batch, -1).norm(dim=1)
+    norms = reference.double().reshape(batch, -1).norm(dim=1)
+    return 1 + int((errors / norms).nan_to_num(math.inf).argmax())
 
 
 def _relative_error(output: torch.Tensor, reference: torch.Tensor) -> float:

@@ -12,7 +12,6 @@ from rich.table import Table
 
 from engine_builder.commands.console import console, plain, steps_bar
 from model.pipeline.spec import UNET, UNET_CONTROLLED, UNET_IP, VAE_ENCODER
-from model.store.manifest import Bucket
 from model.store.precision import FP16
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ def print_engines(result: "BuildResult", target: str) -> None:
             continue
         compiled = f"{engine.build_seconds:.0f} s" if engine.component in result.compiled else "reused"
         table.add_row(
-            engine.component, bucket_label(engine.bucket), engine.precision.name, f"{engine.blob.bytes // 1024:,}",
+            engine.component, engine.bucket.label, engine.precision.name, f"{engine.blob.bytes // 1024:,}",
             compiled, f"{engine.accuracy.relative:.1e}" if engine.accuracy else "not run",
         )  # fmt: skip
     console.print(table)
@@ -63,15 +62,6 @@ def print_gains(plan: "BuildPlan") -> None:
     network = load_network(plan.base, UNET, FP16, plan.network_device)
     inputs = example_inputs(network.signature, *plan.sizes[0], plan.network_device)
     console.print(gains_table(UNET, measure_gains(network, plan.quantization, inputs)))
-
-
-def bucket_label(bucket: Bucket) -> str:
-    """Return "1024x1024@2"; "any@1-16" for an engine of any size; "@2" for an engine without a size."""
-    batch, height, width = bucket.batch, bucket.height, bucket.width
-    size = ""
-    if height and width:
-        size = f"{width.max}x{height.max}" if height.min == height.max and width.min == width.max else "any"
-    return f"{size}@{batch.max}" if batch.min == batch.max else f"{size}@{batch.min}-{batch.max}"
 
 
 def _vae_remark(plan: "BuildPlan") -> str:

@@ -141,6 +141,15 @@ class Bucket(Record):
             and (self.width is None or self.width.holds(width))
         )
 
+    @property
+    def label(self) -> str:
+        """Return "1024x1024@2"; "any@1-16" for an engine of any size; "@2" for an engine without a size."""
+        batch, height, width = self.batch, self.height, self.width
+        size = ""
+        if height and width:
+            size = f"{width.max}x{height.max}" if height.min == height.max and width.min == width.max else "any"
+        return f"{size}@{batch.max}" if batch.min == batch.max else f"{size}@{batch.min}-{batch.max}"
+
 
 class Accuracy(Record):
     """Error of an engine against eager PyTorch on the same inputs: largest and mean absolute, relative by norm."""

@@ -70,8 +70,24 @@ def test_other_rounding_errors_of_the_same_size_pass(decoder: Network, monkeypat
     ids=["noise", "scale", "shift", "nan"],
 )
 def test_larger_errors_are_refused(decoder: Network, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    with pytest.raises(InaccurateEngine, match="The vae_decoder engine differs by"):
+    with pytest.raises(
+        InaccurateEngine,
+        match=r"vae_decoder engine \(512x512@1\) .* random inputs, and entry 1 .* without rounded inputs is ",
+    ):
         validate(decoder, ChangedEngine(decoder, change), ())
+
+
+def test_names_the_entry_that_is_worst(decoder: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(out: torch.Tensor) -> torch.Tensor:
+        out[2] = 0
+        return out
+
+    engine = ChangedEngine(decoder, change)
+    engine.bucket = Bucket(batch=Span(min=4, max=4), height=BUCKET.height, width=BUCKET.width)
+    monkeypatch.setattr("engine_builder.building.validate._random_cases", lambda *_: [])
+    inputs = {"latents": torch.randn(4, 4, 8, 8, generator=torch.Generator().manual_seed(2))}
+    with pytest.raises(InaccurateEngine, match=r"\(512x512@4\) .* inputs of a denoising run, and entry 3 of the batch"):
+        validate(decoder, engine, [inputs])
 
 
 def test_only_8_bit_engines_may_differ_by_rounding(decoder: Network, monkeypatch: pytest.MonkeyPatch) -> None:
