@@ -24,8 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from engine_builder.benchmarks.graph_timing import Failures, Timer, Work, time_choices, time_on_gpu
+from engine_builder.benchmarks.choices import Failures, time_choices
 from engine_builder.benchmarks.rows import Row, finish, make_row
+from engine_builder.building.graph_timing import Timer, Work, time_on_gpu
 from model.weights.fp8 import E4M3_MAX
 
 if TYPE_CHECKING:

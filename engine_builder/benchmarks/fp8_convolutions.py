@@ -28,8 +28,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine_builder.benchmarks.graph_timing import Failures, Timer, Work, time_choices, time_on_gpu
+from engine_builder.benchmarks.choices import Failures, time_choices
 from engine_builder.benchmarks.rows import Row, append_rows, finish, make_row
+from engine_builder.building.graph_timing import Timer, Work, time_on_gpu
 from engine_builder.checkpoints.random_sdxl import make_network
 from engine_builder.networks.blocks import norm_silu_conv
 from engine_builder.networks.fp8_conv import QuantizedConv, conv_channels, quantize_conv, suits_kernel

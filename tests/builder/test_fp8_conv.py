@@ -9,6 +9,7 @@ from torch import nn
 
 from engine_builder.backends.aot_inductor.compile import build_target, dynamic_bucket, engine_key
 from engine_builder.backends.onnx.export import graph_key
+from engine_builder.benchmarks.choices import Failures, time_choices
 from engine_builder.benchmarks.fp8_convolutions import (
     ConvShape,
     ConvTimes,
@@ -18,7 +19,6 @@ from engine_builder.benchmarks.fp8_convolutions import (
     report,
     rows_of,
 )
-from engine_builder.benchmarks.graph_timing import Failures, time_choices
 from engine_builder.benchmarks.rows import read_rows
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.networks import blocks

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend
 from triton.runtime import interpreter
 
 from engine_builder.benchmarks import fp8_attention, fp8_attention_kernels, fp8_convolutions
-from engine_builder.benchmarks.graph_timing import Failures
+from engine_builder.benchmarks.choices import Failures
 from engine_builder.networks import blocks, fp8_conv_kernels, fp8_norm_kernels, int8_kernels, kernels, winograd
 from engine_builder.networks.fp8_conv import quantize_conv
 from engine_builder.networks.low_rank_linear import LowRankLinear, LowRankVectors
