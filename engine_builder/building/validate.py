@@ -64,7 +64,7 @@ def validate(network: Network, engine: Engine, real_inputs: Iterable[Mapping[str
             error = _relative_error(output, reference)
             if not error <= allowed:  # also for NaN
                 rounding = rounding_errors(network, case, index, output, reference)
-                if rounding is None or not rounding.are_as_large:
+                if rounding is None or not rounding.engine_is_as_near:
                     of_inputs = "random inputs" if number < len(random_cases) else "inputs of a denoising run"
                     raise InaccurateEngine(
                         f"The {network.component} engine ({engine.bucket.label}) differs by {error:.2e} "
@@ -89,7 +89,7 @@ class RoundingErrors:
     eager: float
 
     @property
-    def are_as_large(self) -> bool:
+    def engine_is_as_near(self) -> bool:
         """True if the engine is about as near as eager PyTorch. False for NaN."""
         limit = _MAX_ROUNDING_RATIO * self.eager
         return math.isfinite(limit) and self.engine <= limit

@@ -143,7 +143,7 @@ def validate_graph(network: Network, graph: OnnxGraph) -> float:
             error = _error(reference, output, network.precision)
             if not error <= limit:  # also for NaN
                 rounding = rounding_errors(network, inputs, index, output, reference)
-                if rounding is None or not rounding.are_as_large:
+                if rounding is None or not rounding.engine_is_as_near:
                     raise InaccurateEngine(
                         f"The ONNX graph of {network.component} differs by {error:.2e} from eager PyTorch; "
                         f"{network.precision} allows {limit:.0e}. It was not stored.",
