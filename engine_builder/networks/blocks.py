@@ -114,6 +114,10 @@ def resnet(block: Any, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
     multiple of `hidden`'s, which is then repeated.
     """
     batch = hidden.shape[0] if bias is None else bias.shape[0]
+    if isinstance(block.conv1, QuantizedConv) or isinstance(block.conv2, QuantizedConv):
+        # Before the first convolution, so that its kernel adds the bias. A repetition after it is fused with the bias,
+        # and torch 2.11 stores the sum with channels first, in which the kernel of the next norm reads other numbers.
+        hidden = repeat_batch(hidden, batch)
     shortcut = hidden if block.conv_shortcut is None else block.conv_shortcut(hidden)
     inner = norm_silu_conv(block.norm1, block.conv1, hidden, bias=bias)
     return norm_silu_conv(block.norm2, block.conv2, inner, residual=repeat_batch(shortcut, batch))
@@ -126,7 +130,10 @@ def norm_silu_conv(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Return conv(silu(norm(hidden))), plus `bias` [batch, channels] at every pixel, plus `residual` of its shape."""
+    """Return conv(silu(norm(hidden))), plus `bias` [batch, channels] at every pixel, plus `residual` of its shape.
+
+    The batch of `bias` may be a multiple of `hidden`'s, which is then repeated, unless `conv` is in FP8.
+    """
     if isinstance(conv, WinogradConv) and not is_plain():
         return _winograd_conv(norm, conv, hidden, bias, residual)
     if isinstance(conv, QuantizedConv) and has_half_kernels(hidden):
@@ -134,9 +141,8 @@ def norm_silu_conv(
         activated = _norm_silu_e4m3(norm, conv, hidden)
     else:
         activated = F.silu(group_norm(norm, hidden))  # the compiler fuses the quantization with it
-    if isinstance(conv, QuantizedConv) and (bias is None or bias.shape[0] == hidden.shape[0]):
-        # The kernel adds the rest to its sums.
-        return cast(Tensor, conv(activated, bias, residual))
+    if isinstance(conv, QuantizedConv):
+        return cast(Tensor, conv(activated, bias, residual))  # The kernel adds the rest to its sums.
     out = convolve(conv, activated)
     if bias is not None:
         out = repeat_batch(out, bias.shape[0]) + bias[:, :, None, None]

@@ -18,7 +18,7 @@ from model.weights.fp8 import E4M3_MAX, quantize
 from model.weights.transforms import restore_winograd
 
 # Part of the key of every engine with a convolution in FP8. Raise it when the code of such a network changes.
-CONV_VERSION = 2
+CONV_VERSION = 3
 MULTIPLE = 16  # of input and output channels
 _SMALLEST_MAXIMUM = 1e-20  # of an output channel whose weights are zero
 

@@ -109,9 +109,14 @@ def test_only_square_convolutions_of_many_channels(module: nn.Module, suits: boo
     assert can_quantize_conv(module) == suits
 
 
+@pytest.mark.parametrize("layers", [("conv1", "conv2"), ("conv2",)])
 @pytest.mark.parametrize("repeats", [1, 2])
-def test_resnet_passes_bias_and_residual_to_the_convolutions(repeats: int) -> None:
-    """Also where the batch of the time embedding is twice that of the pixels, as guided UNets begin."""
+def test_resnet_passes_bias_and_residual_to_the_convolutions(repeats: int, layers: tuple[str, ...]) -> None:
+    """Also where the batch of the time embedding is twice that of the pixels, as guided UNets begin.
+
+    The pixels are repeated before the first convolution. When they were repeated after it, the compiler stored them in
+    a layout that the kernels do not read.
+    """
     torch.manual_seed(0)
     exact = nn.Module()
     exact.norm1, exact.norm2 = nn.GroupNorm(4, 32), nn.GroupNorm(4, 48)
@@ -119,11 +124,16 @@ def test_resnet_passes_bias_and_residual_to_the_convolutions(repeats: int) -> No
     exact.conv_shortcut = nn.Conv2d(32, 48, 1)
     quantized = nn.Module()
     for name, child in exact.named_children():
-        setattr(quantized, name, quantize_conv(child, 4.0) if can_quantize_conv(child) else child)
+        setattr(quantized, name, quantize_conv(child, 4.0) if name in layers else child)
     hidden, bias = torch.randn(2, 32, 6, 5), 3 * torch.randn(2 * repeats, 48)
+    batches = []
     with torch.no_grad():
-        expected, found = (blocks.resnet(block, hidden, bias) for block in (exact, quantized))
+        expected = blocks.resnet(exact, hidden, bias)
+        for conv in (quantized.conv1, quantized.conv2):
+            conv.register_forward_pre_hook(lambda _, inputs: batches.append(inputs[0].shape[0]))
+        found = blocks.resnet(quantized, hidden, bias)
     assert found.shape == expected.shape and 25 < decibels(expected, found) < 45
+    assert batches == [2 * repeats] * 2
 
 
 # -- the tiles -------------------------------------------------------------------------------------------------------
