@@ -114,9 +114,9 @@ def resnet(block: Any, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
     multiple of `hidden`'s, which is then repeated.
     """
     batch = hidden.shape[0] if bias is None else bias.shape[0]
-    if isinstance(block.conv1, QuantizedConv) or isinstance(block.conv2, QuantizedConv):
-        # Before the first convolution, so that its kernel adds the bias. A repetition after it is fused with the bias,
-        # and torch 2.11 stores the sum with channels first, in which the kernel of the next norm reads other numbers.
+    if isinstance(block.conv2, QuantizedConv):
+        # Before the first convolution: a repetition after it is fused with the addition of the bias, and torch 2.11
+        # stores the sum with channels first, in which the kernel of the next norm reads other numbers.
         hidden = repeat_batch(hidden, batch)
     shortcut = hidden if block.conv_shortcut is None else block.conv_shortcut(hidden)
     inner = norm_silu_conv(block.norm1, block.conv1, hidden, bias=bias)
@@ -130,12 +130,11 @@ def norm_silu_conv(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Return conv(silu(norm(hidden))), plus `bias` [batch, channels] at every pixel, plus `residual` of its shape.
-
-    The batch of `bias` may be a multiple of `hidden`'s, which is then repeated, unless `conv` is in FP8.
-    """
+    """Return conv(silu(norm(hidden))), plus `bias` [batch, channels] at every pixel, plus `residual` of its shape."""
     if isinstance(conv, WinogradConv) and not is_plain():
         return _winograd_conv(norm, conv, hidden, bias, residual)
+    if isinstance(conv, QuantizedConv) and bias is not None:
+        hidden = repeat_batch(hidden, bias.shape[0])
     if isinstance(conv, QuantizedConv) and has_half_kernels(hidden):
         # Faster than the compiler's kernel for all layers that were measured, on an H100.
         activated = _norm_silu_e4m3(norm, conv, hidden)
