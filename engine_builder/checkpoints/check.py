@@ -3,6 +3,7 @@
 `engine_builder.networks.check` also compares them with the networks that the configurations describe.
 """
 
+import json
 import os
 import stat
 from collections.abc import Collection
@@ -27,15 +28,22 @@ from model.pipeline.tokenizer import ClipTokenizer
 _WEIGHTS_LIMIT = 32 * 2**30  # bytes of one file; SDXL's UNet has 10 GB in fp32
 _TEXT_SUFFIXES = (".txt", ".jinja")  # of a tokenizer's files
 _CLIP = ("CLIPTextModel", "CLIPTextModelWithProjection")
-# The classes that config.json or model_index.json may name for a subfolder.
+_TOKENIZERS = ("CLIPTokenizer", "CLIPTokenizerFast")
+# The classes that model_index.json may name for a subfolder. diffusers reads the networks by these.
 _CLASSES = {
     "unet": ("UNet2DConditionModel",),
     "vae": ("AutoencoderKL",),
-    "text_encoder": _CLIP,
-    "text_encoder_2": _CLIP,
-    "tokenizer": ("CLIPTokenizer", "CLIPTokenizerFast"),
-    "tokenizer_2": ("CLIPTokenizer", "CLIPTokenizerFast"),
+    "text_encoder": ("CLIPTextModel",),
+    "text_encoder_2": ("CLIPTextModelWithProjection",),
+    "tokenizer": _TOKENIZERS,
+    "tokenizer_2": _TOKENIZERS,
 }
+# Entries of model_index.json that change no image, because they name what is not run or what checks images.
+_UNUSED_ENTRIES = (
+    "_class_name", "_diffusers_version", "_name_or_path", "_module", "requires_safety_checker", "safety_checker",
+    "feature_extractor", "image_encoder", "controlnet", "add_watermarker", "watermark", "scheduler", "torch_dtype",
+)  # fmt: skip
+_FLAGS = ("force_zeros_for_empty_prompt", "requires_aesthetics_score")
 
 Shapes = dict[str, tuple[int, ...]]
 """The shapes of a network's stored tensors by name."""
@@ -46,19 +54,35 @@ def check_files(checkpoint: Checkpoint, subfolders: Collection[str]) -> None:
     index = checkpoint.index
     path = checkpoint.root / "model_index.json"
     _ = checkpoint.family  # raises for a pipeline of another kind
-    for key in ("force_zeros_for_empty_prompt", "requires_aesthetics_score"):
+    for key in _FLAGS:
         if type(index.get(key, True)) is not bool:
             raise CheckpointError(f"{path}: {key} is {index[key]!r:.80}.", "Set true or false.")
+    for key, value in index.items():
+        if key not in (*_CLASSES, *_FLAGS, *_UNUSED_ENTRIES) and value not in (None, [None, None]):
+            raise CheckpointError(
+                f"{path}: {key:.80} is {value!r:.80}, and nothing here reads this entry.",
+                f"Remove {key:.80}, if the pipeline generates the same images without it.",
+            )
     for subfolder in subfolders:
         entry = index.get(subfolder)
-        if isinstance(entry, list) and len(entry) == 2 and entry[1] is not None:
-            _check_class(path, f"class of {subfolder}", entry[1], subfolder)
+        if not isinstance(entry, list) or [type(part) for part in entry] != [str, str]:
+            raise CheckpointError(
+                f"{path}: {subfolder} is {entry!r:.80}, expected the names of a library and a class.",
+                f'Set "{subfolder}": {_example_entry(subfolder)}.',
+            )
+        _check_class(path, f"class of {subfolder}", entry[1], _CLASSES.get(subfolder))
         check_folder(checkpoint.folder(subfolder))
     for subfolder in ("unet", "vae"):
-        _check_class(*_config_class(checkpoint, subfolder, "_class_name"), subfolder)
+        _check_class(*_config_class(checkpoint, subfolder, "_class_name"), _CLASSES[subfolder])
     for subfolder in {"text_encoder", "text_encoder_2"} & set(subfolders):
         path, key, value = _config_class(checkpoint, subfolder, "architectures")
-        _check_class(path, key, value[0] if isinstance(value, list) and len(value) == 1 else value, subfolder)
+        _check_class(path, key, value[0] if isinstance(value, list) and len(value) == 1 else value, _CLIP)
+
+
+def _example_entry(subfolder: str) -> str:
+    """Return the usual entry of a subfolder in model_index.json."""
+    library = "transformers" if subfolder.startswith("te") or subfolder.startswith("to") else "diffusers"
+    return json.dumps([library, _CLASSES.get(subfolder, ("EulerDiscreteScheduler",))[0]])
 
 
 def check_tokenizer(checkpoint: Checkpoint, tokenizer: str, encoders: Collection[tuple[Checkpoint, str]]) -> None:
@@ -141,8 +165,7 @@ def _config_class(checkpoint: Checkpoint, subfolder: str, key: str) -> tuple[Pat
     return checkpoint.folder(subfolder) / "config.json", key, checkpoint.config(subfolder).get(key)
 
 
-def _check_class(path: Path, key: str, name: Any, subfolder: str) -> None:
+def _check_class(path: Path, key: str, name: Any, accepted: tuple[str, ...] | None) -> None:
     """Check a class name in a file. A missing name is accepted, because old configurations lack it."""
-    accepted = _CLASSES.get(subfolder)
     if accepted is not None and name is not None and name not in accepted:
         raise CheckpointError(f"{path}: {key} is {name!r:.80}, expected {' or '.join(accepted)}.")

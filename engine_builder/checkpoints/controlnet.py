@@ -20,20 +20,6 @@ _OF_UNET: dict[str, Any] = {
     "addition_time_embed_dim": None,
     "projection_class_embeddings_input_dim": None,
 }
-# The settings that this project computes with. Key -> (accepted values, diffusers' default for no key).
-_ACCEPTED: dict[str, tuple[tuple[Any, ...], Any]] = {
-    "conditioning_channels": ((3,), 3),
-    "controlnet_conditioning_channel_order": (("rgb", "bgr"), "rgb"),
-    "global_pool_conditions": ((False,), False),
-    "act_fn": (("silu",), "silu"),
-    "resnet_time_scale_shift": (("default",), "default"),
-    "only_cross_attention": ((False,), False),
-    "class_embed_type": ((None,), None),
-    "num_class_embeds": ((None,), None),
-    "encoder_hid_dim": ((None,), None),
-    "encoder_hid_dim_type": ((None,), None),
-    "mid_block_type": (("UNetMidBlock2DCrossAttn", "UNetMidBlock2D"), "UNetMidBlock2DCrossAttn"),
-}
 
 
 def parse_controlnet(text: str) -> tuple[str, Path]:
@@ -66,10 +52,6 @@ def _check_config(base: Checkpoint, config: CheckpointConfig, path: Path) -> Non
     if class_name not in CLASSES:
         raise CheckpointError(f"{path}: _class_name is {class_name!r:.80}, expected {' or '.join(CLASSES)}.",
                               _CONTROLNET_REMEDY)  # fmt: skip
-    for key, (accepted, default) in _ACCEPTED.items():
-        if (value := config.get(key, default)) not in accepted:
-            shown = " or ".join(map(repr, accepted))
-            raise CheckpointError(f"{path}: {key} is {value!r:.80}, and only {shown} is supported.", _CONTROLNET_REMEDY)
     for key, default in _OF_UNET.items():
         _check_equal(path, key, config.get(key, default), unet.get(key, default), f"the UNet of {base.root}")
     _check_equal(path, "in_channels", config.get("in_channels", 4), widths.latent_channels, "the VAE's latents")

@@ -31,26 +31,6 @@ _PIPELINE_CLASSES: dict[Family, str] = {
     "sd": r"StableDiffusion(Img2Img|Inpaint)?Pipeline|LatentConsistencyModel(Img2Img)?Pipeline",
 }
 
-# The settings that this project computes with. Key -> (expected, diffusers' default for no key).
-_UNET: dict[str, tuple[Any, Any]] = {
-    "act_fn": ("silu", "silu"),
-    "resnet_time_scale_shift": ("default", "default"),
-    "only_cross_attention": (False, False),
-    "dual_cross_attention": (False, False),
-    "class_embed_type": (None, None),
-    "encoder_hid_dim_type": (None, None),
-    "time_embedding_act_fn": (None, None),
-    "cross_attention_norm": (None, None),
-    "mid_block_type": ("UNetMidBlock2DCrossAttn", "UNetMidBlock2DCrossAttn"),
-    "attention_type": ("default", "default"),
-}
-_FAMILY_UNET: dict[Family, dict[str, tuple[Any, Any]]] = {
-    "sdxl": {"addition_embed_type": ("text_time", None), "use_linear_projection": (True, False)},
-    "sd": {"addition_embed_type": (None, None), "num_class_embeds": (None, None)},
-}
-_VAE: dict[str, tuple[Any, Any]] = {"act_fn": ("silu", "silu"), "mid_block_add_attention": (True, True)}
-_TEXT: dict[str, tuple[Any, Any]] = {"use_attention_mask": (False, False)}
-
 
 class CheckpointError(PreheatError):
     """The folder is not a diffusers checkout that Preheat can build from."""
@@ -63,17 +43,17 @@ class CheckpointConfig(dict[str, Any]):
 
     def __init__(self, path: Path, entries: Mapping[str, Any]) -> None:
         super().__init__(entries)
-        self._path = path
+        self.path = path
 
     def __missing__(self, key: str) -> Any:
-        raise CheckpointError(f"{self._path} has no {key}.")
+        raise CheckpointError(f"{self.path} has no {key}.")
 
     def size(self, key: str) -> int:
         """Return the size of a dimension. Raises CheckpointError unless it is a positive integer."""
         value = self[key]
         if type(value) is not int or not 0 < value <= _MAX_DIMENSION:
             raise CheckpointError(
-                f"{self._path}: {key} is {value!r:.80}.", f"Set a whole number from 1 to {_MAX_DIMENSION}."
+                f"{self.path}: {key} is {value!r:.80}.", f"Set a whole number from 1 to {_MAX_DIMENSION}."
             )
         return value
 
@@ -82,7 +62,7 @@ class CheckpointConfig(dict[str, Any]):
         value = self["block_out_channels"]
         if not isinstance(value, list) or not 0 < len(value) <= _MAX_LEVELS:
             raise CheckpointError(
-                f"{self._path}: block_out_channels is {value!r:.80}.", f"Set a list of 1 to {_MAX_LEVELS} numbers."
+                f"{self.path}: block_out_channels is {value!r:.80}.", f"Set a list of 1 to {_MAX_LEVELS} numbers."
             )
         return len(value)
 
@@ -144,8 +124,14 @@ class Checkpoint:
             raise CheckpointError(f"{missing}.") from error
         if not isinstance(entries, dict):
             raise CheckpointError(f"{path} is not a JSON object.", DOWNLOAD_AGAIN)
-        replaced = self.preset.scheduler if self.preset and subfolder == "scheduler" else {}
-        return CheckpointConfig(path, entries | replaced)
+        if subfolder == "scheduler":
+            entries |= self._scheduler_class() | (self.preset.scheduler if self.preset else {})
+        return CheckpointConfig(path, entries)
+
+    def _scheduler_class(self) -> dict[str, Any]:
+        """Return the entry of the scheduler's class that diffusers reads: that of model_index.json."""
+        entry = self.index.get("scheduler")
+        return {"_class_name": entry[1]} if isinstance(entry, list) and len(entry) == 2 else {}
 
     @property
     def index(self) -> CheckpointConfig:
@@ -167,16 +153,21 @@ class Checkpoint:
         )
 
     def widths(self) -> Widths:
-        """Return the sizes that shapes depend on. Raises CheckpointError if the networks are not the family's."""
+        """Return the sizes that shapes depend on. Raises CheckpointError if the networks do not fit each other."""
         unet, vae, family = self.config("unet"), self.config("vae"), self.family
-        self._check("unet", unet, _UNET | _FAMILY_UNET[family])
-        self._check("vae", vae, _VAE)
-        extra_channels, latent_channels = unet.size("in_channels") - vae.size("latent_channels"), vae["latent_channels"]
+        latent_channels = vae.size("latent_channels")
+        extra_channels = unet.size("in_channels") - latent_channels
         if extra_channels not in (0, 1 + latent_channels):
             raise CheckpointError(
-                f"{self.root}/unet takes {unet['in_channels']} channels and the VAE returns {latent_channels}. Only "
-                f"UNets for text to image ({latent_channels}) and for inpainting ({2 * latent_channels + 1}) are "
-                "supported."
+                f"{self.root}/unet takes {latent_channels + extra_channels} channels and the VAE returns "
+                f"{latent_channels}. Only UNets for text to image ({latent_channels}) and for inpainting "
+                f"({2 * latent_channels + 1}) are supported."
+            )
+        if (out_channels := unet.get("out_channels", 4)) != latent_channels:
+            raise CheckpointError(
+                f"{unet.path}: out_channels is {out_channels}, and the latents of the VAE have {latent_channels} "
+                "channels.",
+                "Use the VAE and the UNet of one model.",
             )
         last = self.config("text_encoder" if family == "sd" else "text_encoder_2")
         first = self.config("text_encoder") if (self.root / "text_encoder").is_dir() else None
@@ -184,7 +175,14 @@ class Checkpoint:
         if family == "sdxl":
             pooled_width = last.size("projection_dim")
             embedded = unet.size("projection_class_embeddings_input_dim") - pooled_width
-            time_ids = embedded // unet.size("addition_time_embed_dim")
+            time_ids, rest = divmod(embedded, unet.size("addition_time_embed_dim"))
+            if rest or time_ids < 1:
+                raise CheckpointError(
+                    f"{unet.path}: projection_class_embeddings_input_dim is {embedded + pooled_width}, expected "
+                    f"the text encoder's projection_dim ({pooled_width}) and a multiple of addition_time_embed_dim "
+                    f"({unet['addition_time_embed_dim']}).",
+                    "Use the text encoder and the UNet of one model.",
+                )
         widths = Widths(
             tokens=last.size("max_position_embeddings"),
             text_width=first.size("hidden_size") if first is not None else 0,
@@ -199,8 +197,6 @@ class Checkpoint:
             vae_scale=2 ** (vae.levels() - 1),
             timestep_cond=unet.size("time_cond_proj_dim") if unet.get("time_cond_proj_dim") is not None else 0,
         )
-        if family == "sd":
-            self._check("text_encoder", last, _TEXT)
         if widths.context_width != widths.text_width + widths.text_width_2:
             raise CheckpointError(
                 f"{self.root}/unet reads texts of width {widths.context_width} (cross_attention_dim), and the text "
@@ -208,15 +204,6 @@ class Checkpoint:
                 "Use the text encoders and the UNet of one model.",
             )
         return widths
-
-    def _check(self, subfolder: str, config: CheckpointConfig, settings: Mapping[str, tuple[Any, Any]]) -> None:
-        """Raise CheckpointError for a setting that differs. `settings`: key -> (expected, default for no key)."""
-        for key, (expected, default) in settings.items():
-            if config.get(key, default) != expected:
-                raise CheckpointError(
-                    f"{self.folder(subfolder)} is not that of a {FAMILY_TITLES[self.family]}: its {key} is "
-                    f"{config.get(key, default)!r}, expected {expected!r}."
-                )
 
     def size_step(self) -> int:
         """Return the pixels that height and width must be multiples of. Each UNet level halves the latents."""

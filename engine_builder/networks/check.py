@@ -7,10 +7,11 @@ import torch
 
 from engine_builder.checkpoints.check import check_files, check_folder, check_tokenizer, read_shapes
 from engine_builder.checkpoints.controlnet import check_controlnets
-from engine_builder.checkpoints.folder import FAMILY_TITLES, Checkpoint, CheckpointError
+from engine_builder.checkpoints.folder import FAMILY_TITLES, Checkpoint, CheckpointConfig, CheckpointError
 from engine_builder.checkpoints.ip_adapter import check_ip_adapters
 from engine_builder.checkpoints.presets import PRESETS
 from engine_builder.checkpoints.safety_checker import check_safety_checker
+from engine_builder.networks.config_rules import check_config
 from engine_builder.networks.network import load_meta_module, load_network
 from engine_builder.networks.wrappers import WRAPPERS
 from model.pipeline.spec import (
@@ -28,6 +29,7 @@ from model.pipeline.spec import (
     components_of,
     tokenizers_of,
 )
+from model.store.manifest import Family
 from model.store.precision import FP32
 
 _MAX_LAYERS = 128  # of one block; SDXL's second text encoder has 32
@@ -48,39 +50,76 @@ def check_model(base: Checkpoint, refiner: Checkpoint | None) -> None:
     checkpoints: dict[Part, Checkpoint] = {"base": base}
     if refiner is not None:
         checkpoints["refiner"] = refiner
-    for part, checkpoint in checkpoints.items():
-        networks = {spec.checkpoint_folder: spec for spec in components_of(base.family, [part])}
-        tokenizers = tokenizers_of(base.family) if part == "base" else ()
-        check_files(checkpoint, [*networks, *tokenizers, "scheduler"])
-        if checkpoint.widths().extra_channels and part == "refiner":
-            raise CheckpointError(
-                f"{checkpoint.root}/unet is for inpainting, and a refiner of this kind is not supported.",
-                "Name another refiner, or build without one (`--no-refiner`).",
-            )
-        for folder, spec in networks.items():
-            wrapper = WRAPPERS[spec.wrapper]
-            _check_network(checkpoint, folder, wrapper.package, wrapper.class_name)
+    # Before anything that takes seconds: the entries of all configurations.
+    networks = [
+        network for part, checkpoint in checkpoints.items() for network in _check_part(checkpoint, part, base.family)
+    ]
     _check_vae(base)
     _check_preset(base)
+    networks += _check_added(base)
+    for checkpoint, folder, package, class_name in networks:
+        _check_network(checkpoint, folder, package, class_name)
+    for files in base.ip_adapters:
+        load_network(base, f"{IP_ADAPTER}.{files.name}", FP32, device="meta")
+    for tokenizer, encoders in _encoders_by_tokenizer(checkpoints).items():
+        check_tokenizer(base, tokenizer, encoders)
+
+
+_Network = tuple[Checkpoint, str, str, str]
+"""A network to check: its checkpoint and subfolder, and the library and the class that read it."""
+
+
+def _check_part(checkpoint: Checkpoint, part: Part, family: Family) -> list[_Network]:
+    """Check the files and configurations of a base or a refiner. Returns its networks."""
+    wrappers = {spec.checkpoint_folder: WRAPPERS[spec.wrapper] for spec in components_of(family, [part])}
+    tokenizers = tokenizers_of(family) if part == "base" else ()
+    check_files(checkpoint, [*wrappers, *tokenizers, "scheduler"])
+    for folder, wrapper in wrappers.items():
+        check_config(checkpoint.config(folder), wrapper.class_name, family)
+    # The base's VAE decodes the refiner's images, whose own is not read.
+    widths = checkpoint.widths()
+    if widths.extra_channels and part == "refiner":
+        raise CheckpointError(
+            f"{checkpoint.root}/unet is for inpainting, and a refiner of this kind is not supported.",
+            "Name another refiner, or build without one (`--no-refiner`).",
+        )
+    has_score = part == "refiner" and checkpoint.index.get("requires_aesthetics_score", False)
+    expected = {"sd": 0, "sdxl": 5 if has_score else 6}[family]
+    if widths.time_ids != expected:
+        raise CheckpointError(
+            f"{checkpoint.root}/unet embeds {widths.time_ids} numbers of an image's size, and diffusers' pipeline of a "
+            f"{part} passes {expected}.",
+            "Name a refiner with --refiner and its base as the model: a refiner embeds 5 numbers, a base 6.",
+        )
+    return [(checkpoint, folder, wrapper.package, wrapper.class_name) for folder, wrapper in wrappers.items()]
+
+
+def _check_added(base: Checkpoint) -> list[_Network]:
+    """Check the files and configurations of a build's ControlNets, IP-Adapters and safety checker.
+
+    Returns their networks.
+    """
+    networks: list[_Network] = []
     check_controlnets(base)
     for name, _ in base.controlnets:
-        folder = f"{CONTROLNET}.{name}"
-        check_folder(base.folder(folder))
-        wrapper = WRAPPERS[CONTROL_COMPONENTS[CONTROLNET].wrapper]
-        _check_network(base, folder, wrapper.package, wrapper.class_of(base.config(folder)))
+        folder, wrapper = f"{CONTROLNET}.{name}", WRAPPERS[CONTROL_COMPONENTS[CONTROLNET].wrapper]
+        networks.append((base, folder, wrapper.package, wrapper.class_of(base.config(folder))))
     check_ip_adapters(base)
     for files in base.ip_adapters:
-        check_folder(files.encoder)
         wrapper = WRAPPERS[IP_COMPONENTS[IMAGE_ENCODER].wrapper]
-        _check_network(base, f"{IMAGE_ENCODER}.{files.name}", wrapper.package, wrapper.class_name)
-        load_network(base, f"{IP_ADAPTER}.{files.name}", FP32, device="meta")
+        networks.append((base, f"{IMAGE_ENCODER}.{files.name}", wrapper.package, wrapper.class_name))
+    for _, folder, _, class_name in networks:
+        check_folder(base.folder(folder))
+        check_config(base.config(folder), class_name, base.family)
     if base.safety_checker is not None:
         check_safety_checker(base)
         check_folder(base.safety_checker)
-        wrapper = WRAPPERS[SAFETY[SAFETY_CHECKER].wrapper]
-        _check_network(base, SAFETY_CHECKER, wrapper.package, wrapper.class_name)
-    for tokenizer, encoders in _encoders_by_tokenizer(checkpoints).items():
-        check_tokenizer(base, tokenizer, encoders)
+        config, wrapper = base.config(SAFETY_CHECKER), WRAPPERS[SAFETY[SAFETY_CHECKER].wrapper]
+        check_config(config, wrapper.class_name, base.family)
+        vision = CheckpointConfig(config.path, config["vision_config"])
+        check_config(vision, WRAPPERS[IP_COMPONENTS[IMAGE_ENCODER].wrapper].class_name, base.family, "vision_config")
+        networks.append((base, SAFETY_CHECKER, wrapper.package, wrapper.class_name))
+    return networks
 
 
 def _check_vae(base: Checkpoint) -> None:
