@@ -23,6 +23,7 @@ from engine_builder.backends.aot_inductor.tuning import use_tuning_cache
 from engine_builder.backends.built import ReportProgress
 from engine_builder.backends.tensorrt.plan_settings import PLAN_VERSION
 from engine_builder.building.build_plan import BuildPlan
+from engine_builder.building.compare_with_diffusers import COMPARISON_VERSION, ComparisonReport, compare_once
 from engine_builder.building.real_inputs import record_real_inputs
 from engine_builder.building.weights import write_weights
 from engine_builder.checkpoints.release_settings import (
@@ -62,12 +63,14 @@ class BuildResult:
     """What a build wrote.
 
     `draft`: the manifest that `publish` turns into a release, with the engines of all targets. `compiled`, `reused`:
-    the components that this build compiled or reused.
+    the components that this build compiled or reused. `comparison`: of the model with diffusers; None: the draft is of
+    an earlier build.
     """
 
     draft: Manifest
     compiled: tuple[str, ...]
     reused: tuple[str, ...]
+    comparison: ComparisonReport | None = None
 
 
 def build(
@@ -82,8 +85,8 @@ def build(
 
     `tuning`: folder for the compiler's measurements of the target's kernels; None: the compiler's own folder.
     `processes`: number of engines to compile at once, see `compile_jobs`. `remaining` is updated while engines compile,
-    so that a caller can show the time left. Raises CheckpointError, SizesRefused, CompileError, InaccurateEngine, or
-    BrokenImage if the model generates NaN.
+    so that a caller can show the time left. Raises CheckpointError, SizesRefused, DiffersFromDiffusers, CompileError,
+    InaccurateEngine, or BrokenImage if the model generates NaN.
     """
     # 1. Check everything that can be checked without work.
     check_model(plan.base, plan.refiner)
@@ -95,8 +98,10 @@ def build(
     draft = _current_draft(plan, store, source)
     if draft is not None:
         return BuildResult(draft, (), tuple(engine.component for engine in draft.engines))
-    # 2. Load the networks, store their weights.
+    # 2. Compare the model with diffusers, before anything is compiled.
     steps = 2 * len(plan.components) + 1
+    comparison = compare_once(plan, store, builder, lambda name: report(name, "comparing with diffusers", 0, steps))
+    # 3. Load the networks, store their weights.
     networks: dict[str, Network] = {}
     weights = []
     reader = ModuleReader(plan.merge.change if plan.merge else None)
@@ -104,7 +109,7 @@ def build(
         report(name, "writing weights", done, steps)
         networks[name] = plan.load(name, reader)
         weights.append(write_weights(networks[name], store))
-    # 3. Record the inputs of a real denoising run, if the engines are run here.
+    # 4. Record the inputs of a real denoising run, if the engines are run here.
     tokenizers = write_tokenizers(plan.base, store)
     real_inputs = {}
     if plan.runs_here:
@@ -112,7 +117,7 @@ def build(
         sizes = {(size.height, size.width) for size in plan.sizes}
         real_inputs = record_real_inputs(networks, facts, tokenizers, schedulers, store, plan.network_device, sizes)
 
-    # 4. Build and check the engines.
+    # 5. Build and check the engines.
     def report_engine(component: str, activity: str, finished: int) -> None:
         report(component, activity, len(plan.components) + 1 + finished, steps)
 
@@ -125,7 +130,7 @@ def build(
             from engine_builder.backends.tensorrt.plan_store import build_plans
 
             engines = build_plans(plan, plan.tensorrt, networks, weights, real_inputs, store, report_engine)
-    # 5. Draft the release: a draft for each target.
+    # 6. Draft the release: a draft for each target.
     report("release", "drafting", steps, steps)
     built = Manifest(
         model=plan.model,
@@ -144,7 +149,7 @@ def build(
     )
     for target in plan.targets:
         store.write_record("drafts", plan.draft_name(target), _draft_for(built, target).to_json())
-    return BuildResult(built, tuple(engines.compiled), tuple(engines.reused))
+    return BuildResult(built, tuple(engines.compiled), tuple(engines.reused), comparison)
 
 
 def fingerprint(plan: BuildPlan) -> str:
@@ -237,6 +242,7 @@ def _builder_entries(plan: BuildPlan, source: str) -> dict[str, str]:
         "form": str(NETWORK_VERSION),
         "signatures": str(SIGNATURES_VERSION),
         "recipe": str(compiler.COMPILER_VERSION),
+        "comparison": str(COMPARISON_VERSION),
     }
     options = {}
     if plan.tensorrt:

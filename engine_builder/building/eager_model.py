@@ -19,7 +19,7 @@ from model.engines.engine import EngineSet
 from model.images.encode import Pixels
 from model.loading.served import ServedModel, SizeRange, read_defaults
 from model.pipeline.loaded_model import LoadedModel
-from model.pipeline.params import Control, ImagePrompt
+from model.pipeline.params import Control, GenerationParams, ImagePrompt
 from model.pipeline.spec import components_of, find_component, model_parts
 from model.pipeline.text_to_image import generate
 from model.pipeline.tokenizer import ClipTokenizer, TokenizerSettings
@@ -86,6 +86,12 @@ def generate_eagerly(
 
     `controls`, `image_prompts`: its uses of ControlNets and IP-Adapters.
     """
+    params = replace(resolve_for(model, request), controls=controls, image_prompts=image_prompts)
+    return generate(model, [params])[0]
+
+
+def resolve_for(model: LoadedModel, request: GenerationRequest) -> GenerationParams:
+    """Return the parameters of a request with an explicit width and height, which may be any."""
     assert request.width is not None and request.height is not None
     served = ServedModel(
         native_width=request.width,
@@ -94,8 +100,7 @@ def generate_eagerly(
         has_refiner=model.settings.refiner is not None,
         defaults=read_defaults({}),
     )
-    params = replace(resolve(request, served), controls=controls, image_prompts=image_prompts)
-    return generate(model, [params])[0]
+    return resolve(request, served)
 
 
 def _open_tokenizer(store: Store, record: TokenizerRecord) -> ClipTokenizer:

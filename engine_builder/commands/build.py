@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from engine_builder.commands.build_arguments import parse_plan
-from engine_builder.commands.build_report import print_engines, print_gains, print_plan, progress
+from engine_builder.commands.build_report import print_comparison, print_engines, print_gains, print_plan, progress
 from engine_builder.commands.console import (
     DEFAULT_STORE,
     ROOT,
@@ -195,6 +195,7 @@ def run_build(store: WritableStore, plan: "BuildPlan", jobs: int | None = None) 
     with progress(remaining.seconds) as report:
         processes = jobs or default_processes(target)
         result = build_model(plan, store, report, TUNING / target.key, processes, remaining)
+    print_comparison(result)
     print_engines(result, target.key)
     console.print(f"Built in {time.perf_counter() - started:.0f} s: {plain(store.url)}")
     return result.draft

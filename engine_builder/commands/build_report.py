@@ -38,6 +38,20 @@ def print_plan(plan: "BuildPlan") -> None:
         console.print(_ip_adapter_remark(plan))
 
 
+def print_comparison(result: "BuildResult") -> None:
+    """Print how far the model is from diffusers, if this build compared it."""
+    if (report := result.comparison) is None:
+        return
+    versions = " and ".join(f"{name} {result.draft.builder[name]}" for name in ("diffusers", "transformers"))
+    worst = max(report.networks, key=lambda one: one.error / one.limit)
+    console.print(
+        f"Compared with {versions} in {report.seconds:.0f} s and {report.added_bytes / 2**30:.1f} GiB more memory: "
+        f"{len(report.networks)} networks, the largest relative error {worst.error:.1e} ({worst.name}; limit "
+        f"{worst.limit:.0e}); an image of two steps, {report.image.error:.0f} of 255 levels (limit "
+        f"{report.image.limit:.0f})"
+    )
+
+
 def print_engines(result: "BuildResult", target: str) -> None:
     """Print a table of the engines of a target, by its key."""
     table = Table("component", "bucket", "precision", "KiB", "compiled", "relative\nerror", box=SIMPLE_HEAD)

@@ -41,7 +41,7 @@ class WritableStore(Store, Protocol):
     def read_record(self, kind: str, name: str) -> bytes | None:
         """Return a record, or None.
 
-        Kinds: engines (named by engine key), drafts, onnx, timing, calibrations, validations.
+        Kinds: engines (named by engine key), drafts, comparisons, onnx, timing, calibrations, validations.
         """
 
     def write_record(self, kind: str, name: str, record: bytes) -> None:

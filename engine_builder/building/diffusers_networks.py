@@ -1,0 +1,423 @@
+"""Compare each network of a build with the library's own module: diffusers' or transformers', on random inputs.
+
+Both have the same weights and compute in float32. A wrapper that ignores an entry of a config.json differs by far more
+than the limit, also where no test has such a model.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine_builder.building.build_plan import BuildPlan
+from engine_builder.checkpoints.folder import Checkpoint
+from engine_builder.checkpoints.ip_adapter import open_adapter
+from engine_builder.networks.float_arithmetic import stored_types
+from engine_builder.networks.low_rank import LowRankUnetNetwork
+from engine_builder.networks.network import ModuleReader, Network, load_network
+from engine_builder.networks.wrappers import WRAPPERS
+from model.adapters.merge import Factors
+from model.adapters.packing import pack
+from model.engines import signatures
+from model.pipeline import spec as names
+from model.pipeline.image_prompt import MASKED
+from model.pipeline.spec import ComponentSpec, Part, find_component
+from model.pipeline.tokenizer import ClipTokenizer
+from model.store.precision import FP32, Precision, StorageDtype
+
+_BATCH = 2
+_LATENT_SIDE = 32
+_TIMESTEPS = (981.0, 12.0)
+_TEXTS = ("a small orange star at the top on a purple background", "a portrait, " * 40)
+_RESIDUAL_DEVIATION = 0.1  # of what a ControlNet adds; large residuals would hide the UNet's own result
+
+# Largest relative error (norm of the difference over norm of the reference), by the type of the stored weights. The
+# wrappers store sums of some convolutions' weights (`subpixel_upsample`), which are rounded to that type.
+LIMITS: dict[StorageDtype, float] = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 1e-2}
+
+
+@dataclass
+class Counterparts:
+    """The networks of a plan without kernels and quantization, and the libraries' own, with shared weights.
+
+    Each is loaded when it is first asked for.
+    """
+
+    plan: BuildPlan
+    _readers: dict[Path, ModuleReader] = field(default_factory=dict)
+    _networks: dict[str, Network] = field(default_factory=dict)
+
+    @property
+    def device(self) -> str:
+        return self.plan.network_device
+
+    def ours(self, component: str) -> Network:
+        """Return a component's wrapper, with inputs and outputs in float32. Raises CheckpointError."""
+        if component not in self._networks:
+            spec, _ = find_component(component)
+            checkpoint = self.plan.checkpoint_of(component)
+            with stored_types():
+                self._networks[component] = load_network(
+                    checkpoint, component, self._precision(spec), self.device, self._reader(checkpoint, spec),
+                    plain=True, lora_rank=self.plan.lora_rank, text_chunks=None,
+                )  # fmt: skip
+        return self._networks[component]
+
+    def library(self, component: str) -> Any:
+        """Return a new module of the library for a component's network, which the caller may change."""
+        spec, variant = find_component(component)
+        checkpoint, wrapper = self.plan.checkpoint_of(component), WRAPPERS[variant.wrapper if variant else spec.wrapper]
+        class_name = wrapper.class_of(checkpoint.config(spec.checkpoint_folder))
+        dtype = torch.float32 if self._precision(spec).storage == "float32" else getattr(torch, self.storage)
+        reader = self._reader(checkpoint, spec)
+        with stored_types():
+            module = reader.read(wrapper.package, class_name, checkpoint, spec.checkpoint_folder, dtype)
+            return nn.Module.to(module, self.device).eval().requires_grad_(False)
+
+    def run(self, component: str, **inputs: Tensor) -> dict[str, Tensor]:
+        """Run a component's wrapper. Returns its outputs by name."""
+        network = self.ours(component)
+        outputs = network.module(*(inputs[spec.name] for spec in network.signature.inputs))
+        return {spec.name: tensor for spec, tensor in zip(network.signature.outputs, outputs, strict=True)}
+
+    def limit(self, component: str) -> float:
+        """Return the largest relative error of a component."""
+        return LIMITS[self._precision(find_component(component)[0]).storage]
+
+    @property
+    def storage(self) -> StorageDtype:
+        """The type of the stored weights, without quantization."""
+        return self.plan.precision.unquantized.storage
+
+    def _precision(self, spec: ComponentSpec) -> Precision:
+        # A VAE is small, and diffusers would convert one in fp16 (force_upcast).
+        return FP32 if spec.precision_rule == "vae" else replace(FP32, storage=self.storage)
+
+    def _reader(self, checkpoint: Checkpoint, spec: ComponentSpec) -> ModuleReader:
+        folder = checkpoint.folder(spec.checkpoint_folder) if spec.checkpoint_folder != names.IP_ADAPTER else Path()
+        change = self.plan.merge.change if self.plan.merge else None
+        return self._readers.setdefault(folder, ModuleReader(change))
+
+
+Outputs = Iterator[tuple[str, Sequence[Tensor], Sequence[Tensor]]]
+"""Each component with its outputs and the library's."""
+Comparison = Callable[[], list[tuple[str, Sequence[Tensor], Sequence[Tensor]]]]
+
+
+def comparisons(pair: Counterparts, tokenizers: dict[str, ClipTokenizer]) -> Iterator[tuple[str, Comparison]]:
+    """Yield the comparisons of all networks of a plan, each with the name of what it compares."""
+    plan = pair.plan
+    for part, denoiser in (("base", names.BASE), ("refiner", names.REFINER)):
+        if part == "refiner" and plan.refiner is None:
+            continue
+        for component, tokenizer in denoiser.encoders(plan.components):
+            yield component, _bind(_text_encoder, pair, component, tokenizers[tokenizer])
+        yield denoiser.unet, _bind(_unets, pair, part)
+    yield "vae", _bind(_vae, pair)
+    for name in names.controlnets_of(plan.components):
+        yield f"{names.CONTROLNET}.{name}", _bind(_controlnet, pair, name)
+    if adapters := names.ip_adapters_of(plan.components):
+        yield names.UNET_IP, _bind(_ip_adapters, pair, adapters)
+    if names.SAFETY_CHECKER in plan.components:
+        yield names.SAFETY_CHECKER, _bind(_safety_checker, pair)
+
+
+def _bind(compare: Callable[..., Outputs], *arguments: Any) -> Comparison:
+    return lambda: list(compare(*arguments))
+
+
+def _text_encoder(pair: Counterparts, component: str, tokenizer: ClipTokenizer) -> Outputs:
+    """Compare the hidden states of the last layer that a UNet reads, and of the one before."""
+    library = pair.library(component)
+    ids = torch.tensor([tokenizer.encode(text)[0] for text in _TEXTS], device=pair.device)
+    output = library(ids, output_hidden_states=True, return_dict=True)
+    columns = signatures.clip_skip_columns(pair.ours(component).signature)
+    skips = [0, min(1, columns - 1)]
+    clip_skip = torch.nn.functional.one_hot(torch.tensor(skips), columns).to(pair.device)
+    ours = pair.run(component, input_ids=ids, clip_skip=clip_skip)
+    if component == names.TEXT_ENCODER_FINAL:
+        states = [library.final_layer_norm(output.hidden_states[-1 - skip][row]) for row, skip in enumerate(skips)]
+        states[0] = output.last_hidden_state[0]
+    else:
+        states = [output.hidden_states[-2 - skip][row] for row, skip in enumerate(skips)]
+    pooled = [output.text_embeds] if "pooled" in ours else []
+    yield component, list(ours.values()), [torch.stack(states), *pooled]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The inputs of a UNet or ControlNet: latents, timesteps, text, and what SDXL's UNets add to the timestep."""
+
+    sample: Tensor
+    timestep: Tensor
+    text: Tensor
+    added: dict[str, Tensor]
+    timestep_cond: Tensor | None
+
+    @property
+    def time_inputs(self) -> dict[str, Tensor]:
+        """The inputs of a time network."""
+        cond = {} if self.timestep_cond is None else {signatures.TIMESTEP_COND: self.timestep_cond}
+        return {"timestep": self.timestep, **self.added, **cond}
+
+    @property
+    def library_inputs(self) -> dict[str, Any]:
+        """The same inputs for a module of diffusers."""
+        inputs: dict[str, Any] = {
+            "sample": self.sample, "timestep": self.timestep, "encoder_hidden_states": self.text,
+            "added_cond_kwargs": dict(self.added), "return_dict": False,
+        }  # fmt: skip
+        return inputs if self.timestep_cond is None else inputs | {"timestep_cond": self.timestep_cond}
+
+
+def _random_step(pair: Counterparts, part: Part, channels: int, multiple: int) -> _Step:
+    """Draw the inputs of a step. `multiple`: a latent's side is one of it."""
+    checkpoint = pair.plan.base if part == "base" else pair.plan.refiner
+    assert checkpoint is not None
+    widths = checkpoint.widths()
+    draw = _drawing(pair.device)
+    side = -(-_LATENT_SIDE // multiple) * multiple
+    added = {}
+    if widths.pooled_width:
+        sizes = torch.randint(0, 1024, (_BATCH, widths.time_ids), generator=torch.Generator().manual_seed(1))
+        added = {
+            signatures.TEXT_EMBEDS: draw(_BATCH, widths.pooled_width),
+            signatures.TIME_IDS: sizes.float().to(pair.device),
+        }
+    return _Step(
+        draw(_BATCH, channels, side, side),
+        torch.tensor(_TIMESTEPS, device=pair.device),
+        draw(_BATCH, widths.tokens, widths.context_width),
+        added,
+        draw(_BATCH, widths.timestep_cond) if widths.timestep_cond else None,
+    )
+
+
+def _drawing(device: str, seed: int = 0) -> Callable[..., Tensor]:
+    """Return a function that draws float32 numbers from N(0, 1), the same on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.randn(shape, generator=generator).to(device)
+
+
+def _unets(pair: Counterparts, part: Part) -> Outputs:
+    """Compare a UNet and its variants, each together with the networks for text and timesteps."""
+    denoiser = names.BASE if part == "base" else names.REFINER
+    unet = pair.library(denoiser.unet)
+    components = [name for name in pair.plan.components if _is_unet(name, part)]
+    multiple = max(_bands(name) for name in components) * 2 ** (len(unet.config.block_out_channels) - 1)
+    step = _random_step(pair, part, unet.config.in_channels, multiple)
+    time_embeds = pair.run(denoiser.unet_time, **step.time_inputs)["time_embeds"]
+    keys_values = pair.run(denoiser.unet_text, encoder_hidden_states=step.text)[signatures.KEYS_VALUES]
+    inputs = {"sample": step.sample, "time_embeds": time_embeds, signatures.KEYS_VALUES: keys_values}
+    [expected] = unet(**step.library_inputs)
+    # Guidance against zeros: both halves have the first latents, and the second half attends to zeros.
+    halves = replace(
+        step,
+        sample=step.sample[:1].expand_as(step.sample).contiguous(),
+        text=torch.cat([step.text[:1], torch.zeros_like(step.text[:1])]),
+    )
+    for component in components:
+        spec, variant = find_component(component)
+        network = pair.ours(component)
+        of_step, more = (halves, inputs | {"sample": halves.sample}) if variant and variant.guided else (step, inputs)
+        if isinstance(network.module, LowRankUnetNetwork):
+            yield component, *_with_adapters(pair, component, network.module, unet, of_step, more)
+        elif residuals := signatures.residuals_of(network.signature):
+            added = _residuals(residuals, step, pair)
+            *down, middle = added.values()
+            [controlled] = unet(
+                **step.library_inputs, down_block_additional_residuals=down, mid_block_additional_residual=middle
+            )
+            yield component, list(pair.run(component, **inputs, **added).values()), [controlled]
+        else:
+            reference = expected if of_step is step else unet(**of_step.library_inputs)[0]
+            yield component, list(pair.run(component, **more).values()), [reference]
+
+
+def _is_unet(component: str, part: Part) -> bool:
+    """True for a UNet of a step, except that for reference images, which is compared with its adapters."""
+    spec, _ = find_component(component)
+    is_step = spec.phase == "step" and not spec.feeds
+    return is_step and spec.part == part and spec.name != names.UNET_IP
+
+
+def _bands(component: str) -> int:
+    variant = find_component(component)[1]
+    return variant.bands if variant else 1
+
+
+def _residuals(specs: Iterable[Any], step: _Step, pair: Counterparts) -> dict[str, Tensor]:
+    """Draw what ControlNets add to a UNet."""
+    draw, (height, width) = _drawing(pair.device, seed=2), step.sample.shape[2:]
+    scale = pair.plan.base.widths().vae_scale
+
+    def side(symbol: int | str, latents: int) -> int:
+        return latents * scale // int(str(symbol).partition("/")[2])
+
+    shapes = {spec.name: (spec.shape[1], side(spec.shape[2], height), side(spec.shape[3], width)) for spec in specs}
+    return {name: _RESIDUAL_DEVIATION * draw(_BATCH, *shape) for name, shape in shapes.items()}
+
+
+def _with_adapters(
+    pair: Counterparts, component: str, network: LowRankUnetNetwork, unet: nn.Module, step: _Step,
+    inputs: dict[str, Tensor],
+) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+    """Run a UNet with low-rank inputs, and the library's with the same changes added to its linears."""
+    variant = find_component(component)[1]
+    guided = variant is not None and variant.guided
+    packing, draw = network.packing, _drawing(pair.device, seed=3)
+    adapters = [
+        {
+            place.layer.name: Factors(
+                draw(packing.rank, place.layer.shape[1]), draw(place.layer.shape[0], packing.rank), 0.01
+            )
+            for place in packing.layers
+        }
+        for _ in range(1 if guided else _BATCH)  # the halves of guidance are those of one image
+    ]
+    packed = [pack(packing, [(factors, 1.0)], torch.float32) for factors in adapters] * (_BATCH // len(adapters))
+    vectors = {name: torch.cat([one[name] for one in packed]) for name in packed[0]}
+    hooks = []
+    for place in packing.layers:
+        module = unet.get_submodule(place.layer.name.removeprefix(f"{names.UNET}."))
+        changes = [adapters[row % len(adapters)][place.layer.name] for row in range(_BATCH)]
+        hooks.append(module.register_forward_hook(_adding(changes)))
+    try:
+        expected: Any = unet(**step.library_inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return list(pair.run(component, **inputs, **vectors).values()), list(expected)
+
+
+def _adding(changes: Sequence[Factors]) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
+    """Return a hook that adds each batch entry's change to the output of a linear, or of a 1x1 convolution."""
+
+    def add(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        inputs = arguments[0]
+        is_image = inputs.ndim == 4
+        tokens = inputs.flatten(2).transpose(1, 2) if is_image else inputs  # [batch, tokens, in]
+        parts = [(one @ entry.down.T) @ entry.up.T * entry.scale for one, entry in zip(tokens, changes, strict=True)]
+        added = torch.stack(parts)
+        return output + (added.transpose(1, 2).reshape(output.shape) if is_image else added)
+
+    return add
+
+
+def _vae(pair: Counterparts) -> Outputs:
+    widths, draw = pair.plan.base.widths(), _drawing(pair.device)
+    vae = pair.library(names.VAE_DECODER)
+    latents = draw(_BATCH, widths.latent_channels, _LATENT_SIDE, _LATENT_SIDE)
+    pixels = draw(_BATCH, 3, _LATENT_SIDE * widths.vae_scale, _LATENT_SIDE * widths.vae_scale).clamp(-1, 1)
+    decoded = pair.run(names.VAE_DECODER, latents=latents)
+    yield names.VAE_DECODER, list(decoded.values()), [vae.decode(latents).sample]
+    if names.VAE_ENCODER in pair.plan.components:
+        encoded = pair.run(names.VAE_ENCODER, pixels=pixels)
+        yield names.VAE_ENCODER, list(encoded.values()), [vae.encode(pixels).latent_dist.parameters]
+
+
+def _controlnet(pair: Counterparts, name: str) -> Outputs:
+    """Compare the networks of a ControlNet together."""
+    component = f"{names.CONTROLNET}.{name}"
+    network, scale = pair.library(component), 0.7
+    step = _random_step(pair, "base", network.config.in_channels, 2 ** (len(network.config.block_out_channels) - 1))
+    step = replace(step, timestep_cond=None)
+    side = step.sample.shape[-1] * pair.plan.base.widths().vae_scale
+    # One control image for both entries: a Union network mixes those of a batch, and a request has one.
+    pixels = torch.rand(1, 3, side, side, generator=torch.Generator().manual_seed(4)).to(pair.device)
+    types = signatures.control_types(pair.ours(f"{names.CONTROLNET_TIME}.{name}").signature)
+    of_type: dict[str, Tensor] = {}
+    library_inputs: dict[str, Any] = {"controlnet_cond": pixels.expand(_BATCH, -1, -1, -1)}
+    if types:
+        control_type = torch.nn.functional.one_hot(torch.tensor([types - 1]), types).float().to(pair.device)
+        of_type = {signatures.CONTROL_TYPE: control_type.expand(_BATCH, -1)}
+        library_inputs = {
+            "controlnet_cond": [library_inputs["controlnet_cond"]],
+            "control_type": of_type[signatures.CONTROL_TYPE], "control_type_idx": [types - 1],
+        }  # fmt: skip
+    down, middle = network(**step.library_inputs, **library_inputs, conditioning_scale=scale)
+    time_embeds = pair.run(f"{names.CONTROLNET_TIME}.{name}", **step.time_inputs, **of_type)["time_embeds"]
+    inputs = {"sample": step.sample, "time_embeds": time_embeds}
+    image = pair.run(
+        f"{names.CONTROLNET_IMAGE}.{name}", pixels=pixels, **{key: value[:1] for key, value in of_type.items()}
+    )
+    inputs |= {
+        signatures.CONTROL: image[signatures.CONTROL].expand(_BATCH, -1, -1, -1),
+        signatures.CONTROL_SCALE: torch.full((_BATCH, 1), scale, device=pair.device),
+    }
+    if (text := f"{names.CONTROLNET_TEXT}.{name}") in pair.plan.components:
+        inputs |= pair.run(text, encoder_hidden_states=step.text)
+    yield component, list(pair.run(component, **inputs).values()), [*down, middle]
+
+
+def _ip_adapters(pair: Counterparts, adapters: Sequence[str]) -> Outputs:
+    """Compare each image encoder, and the UNet with each adapter."""
+    unet_network = pair.ours(names.UNET_IP)
+    slots, slot_tokens = signatures.image_slots(unet_network.signature)
+    widths, draw = pair.plan.base.widths(), _drawing(pair.device, seed=5)
+    step = _random_step(pair, "base", widths.latent_channels + widths.extra_channels, 8)
+    time_embeds = pair.run(names.UNET_TIME, **step.time_inputs)["time_embeds"]
+    keys_values = pair.run(names.UNET_TEXT, encoder_hidden_states=step.text)[signatures.KEYS_VALUES]
+    residuals = _residuals(signatures.residuals_of(unet_network.signature), step, pair)
+    *down, middle = residuals.values() if residuals else [None]
+    of_residuals = {"down_block_additional_residuals": down, "mid_block_additional_residual": middle} if down else {}
+    for name in adapters:
+        encoder, files = f"{names.IMAGE_ENCODER}.{name}", pair.plan.base.ip_adapter(name)
+        side = int(pair.ours(encoder).signature.inputs[0].shape[2])
+        pixels = draw(_BATCH, 3, side, side)
+        features = pair.run(encoder, pixels=pixels)[signatures.IMAGE_FEATURES]
+        output = pair.library(encoder)(pixels, output_hidden_states=True, return_dict=True)
+        of_library = output.image_embeds if open_adapter(files).reads_embedding else output.hidden_states[-2]
+        yield encoder, [features], [of_library]
+        # The adapter alone, in the first slot.
+        image = pair.run(f"{names.IP_ADAPTER}.{name}", features=features)
+        images = {
+            key: torch.zeros(_BATCH, slots, slot_tokens, value.shape[-1], device=pair.device)
+            for key, value in image.items()
+        }
+        count = image[signatures.IMAGE_KEYS].shape[1]
+        for key, value in image.items():
+            images[key][:, 0, :count] = value
+        bias = torch.zeros(_BATCH, slots, slot_tokens, device=pair.device)
+        bias[:, 0, count:] = MASKED
+        ours = pair.run(
+            names.UNET_IP, sample=step.sample, time_embeds=time_embeds, keys_values=keys_values, **images,
+            image_bias=bias, **residuals,
+        )  # fmt: skip
+        unet = pair.library(names.UNET_IP)
+        with open_adapter(files).tensors() as tensors:
+            with stored_types():
+                unet._load_ip_adapter_weights([_by_part(tensors)], low_cpu_mem_usage=False)
+        inputs = step.library_inputs | of_residuals
+        inputs["added_cond_kwargs"] |= {"image_embeds": [of_library[:, None]]}
+        yield f"{names.UNET_IP} with {name}", list(ours.values()), list(unet(**inputs))
+
+
+def _by_part(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Return the tensors of an IP-Adapter's file by their part, as diffusers reads them."""
+    parts: dict[str, dict[str, Tensor]] = {"image_proj": {}, "ip_adapter": {}}
+    for name, tensor in tensors.items():
+        part, _, rest = name.partition(".")
+        parts[part][rest] = tensor
+    return parts
+
+
+def _safety_checker(pair: Counterparts) -> Outputs:
+    """Compare the scores of the concepts, of which the library returns only a decision."""
+    from diffusers.pipelines.stable_diffusion.safety_checker import cosine_distance
+
+    checker = pair.library(names.SAFETY_CHECKER)
+    side = int(pair.ours(names.SAFETY_CHECKER).signature.inputs[0].shape[2])
+    pixels = _drawing(pair.device)(_BATCH, 3, side, side)
+    embeds = checker.visual_projection(checker.vision_model(pixels)[1])
+    scores = [
+        cosine_distance(embeds, concepts) - thresholds  # type: ignore[no-untyped-call]
+        for concepts, thresholds in (
+            (checker.special_care_embeds, checker.special_care_embeds_weights),
+            (checker.concept_embeds, checker.concept_embeds_weights),
+        )
+    ]
+    yield names.SAFETY_CHECKER, list(pair.run(names.SAFETY_CHECKER, pixel_values=pixels).values()), scores

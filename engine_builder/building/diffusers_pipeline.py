@@ -1,0 +1,203 @@
+"""Compare the tokenizers of a model with transformers', and two steps of the whole pipeline with diffusers'."""
+
+import random
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from engine_builder.building.diffusers_networks import Counterparts
+from engine_builder.building.eager_model import eager_engines, resolve_for
+from engine_builder.checkpoints.folder import Checkpoint
+from engine_builder.checkpoints.release_settings import read_model_facts, read_noise_schedules
+from engine_builder.checkpoints.tokenizers import export_tokenizer
+from model.api.request import GenerationRequest
+from model.denoising.edm_schedule import EdmSchedule
+from model.denoising.sampler_names import configured_sampler
+from model.engines.engine import EngineSet
+from model.images.encode import Pixels
+from model.pipeline import spec as names
+from model.pipeline.loaded_model import LoadedModel
+from model.pipeline.params import GenerationParams, Mask
+from model.pipeline.spec import components_of, model_parts, tokenizers_of
+from model.pipeline.text_to_image import generate
+from model.pipeline.tokenizer import ClipTokenizer
+from model.validation import SMALLEST_SIDE
+
+TEXTS = 200
+STEPS = 2
+_PROMPT = "a large red circle on a blue background"
+_WORDS = (
+    "a", "photo", "of", "Portrait", "LIGHTHOUSE", "don't", "it's", "'S", "\u2019s", "3.14", "1024x1024", "8k,", "...",
+    "!!", "?", "(best:1.2)", "<lora:x>", "under_score", "a_1", "hyphen-ated", "&amp;", '"quoted"', "#tag", "@user",
+    "http://example.com/a?b=c", "supercalifragilisticexpialidocious", "<|endoftext|>", "<|startoftext|>",
+    # Accents (composed and combining), scripts, emoji (also of several code points), ligatures, full width, fractions.
+    "caf\u00e9", "cafe\u0301", "na\u00efve", "Stra\u00dfe", "\u00c5NGSTR\u00d6M", "\u6f22\u5b57", "\u043a\u043e\u0442",
+    "\U0001f600", "\U0001f469\u200d\U0001f469\u200d\U0001f467", "\ufb01ne", "\uff46\uff55\uff4c\uff4c", "\u00bd",
+    # Spaces: none, several, without width, not breaking.
+    "\t", "\n", "  ", "\u200b", "\u00a0",
+)  # fmt: skip
+
+
+def texts() -> list[str]:
+    """Return 200 texts: words, symbols and scripts in any order, from none to more than a prompt holds."""
+    generator = random.Random(0)
+    lengths = [0, 1, 1, 200, *(generator.randint(1, 90) for _ in range(TEXTS - 4))]
+    return [generator.choice((" ", " ", ", ", "")).join(generator.choices(_WORDS, k=length)) for length in lengths]
+
+
+def different_tokens(folder: Path) -> str | None:
+    """Return the first text that a tokenizer encodes unlike transformers'. None: all texts are equal."""
+    from transformers import CLIPTokenizer
+
+    ours = ClipTokenizer(*export_tokenizer(folder))
+    library = CLIPTokenizer.from_pretrained(str(folder), local_files_only=True)
+    of_library = library(texts(), padding="max_length", max_length=library.model_max_length, truncation=True).input_ids
+    for text, ids in zip(texts(), of_library, strict=True):
+        if ours.encode(text)[0] != list(ids):
+            return text
+    return None
+
+
+def largest_difference(pair: Counterparts) -> int:
+    """Return the largest difference of an image's levels from diffusers', of 255, at the smallest size in two steps."""
+    plan = pair.plan
+    size = max(checkpoint.size_step() for checkpoint in (plan.base, plan.refiner) if checkpoint is not None)
+    side = -(-SMALLEST_SIDE // size) * size
+    sampler = configured_sampler(plan.base.config("scheduler", "scheduler_config.json"))
+    request = GenerationRequest.model_validate(
+        {
+            "prompt": _PROMPT, "width": side, "height": side, "num_inference_steps": STEPS, "seed": 0,
+            "scheduler": sampler, "guidance_scale": 1.5 if sampler == "LCM" else 5.0, "denoising_frac": 0.5,
+            "use_refiner": plan.refiner is not None and sampler != "Heun",
+        }
+    )  # fmt: skip
+    model = _our_model(pair)
+    params = resolve_for(model, request)
+    if plan.base.widths().extra_channels:
+        photo = np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8)
+        levels = np.zeros((side, side), np.uint8)
+        levels[side // 4 : side // 2, side // 4 :] = 255
+        params = replace(params, image=photo, masks=(Mask(levels, params.prompt, None, 1.0),))
+    [ours] = generate(model, [params])[0]
+    with quiet_libraries():
+        library = _library_image(pair, params)
+    return int(np.abs(ours.astype(int) - library.astype(int)).max())
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Silence diffusers' remarks on entries of other samplers and on its own deprecated calls."""
+    from diffusers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)  # type: ignore[attr-defined]
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _our_model(pair: Counterparts) -> LoadedModel:
+    plan = pair.plan
+    components = [spec.name for spec in components_of(plan.base.family, model_parts(plan.refiner is not None))]
+    engines = eager_engines({name: pair.ours(name) for name in components})
+    return LoadedModel(
+        engines={name: EngineSet([engine]) for name, engine in engines.items()},
+        tokenizers=read_tokenizers(plan.base),
+        noise_schedules=dict(read_noise_schedules(plan.base, plan.refiner)),
+        settings=read_model_facts(plan.base, plan.refiner),
+        device=torch.device(pair.device),
+    )
+
+
+def read_tokenizers(base: Checkpoint) -> dict[str, ClipTokenizer]:
+    """Return a model's tokenizers by name. Raises MissingComponent."""
+    return {name: ClipTokenizer(*export_tokenizer(base.root / name)) for name in tokenizers_of(base.family)}
+
+
+def _library_image(pair: Counterparts, params: GenerationParams) -> Pixels:
+    import diffusers
+
+    plan, is_sdxl = pair.plan, pair.plan.base.family == "sdxl"
+    paints = bool(params.masks)
+    prefix = "StableDiffusionXL" if is_sdxl else "StableDiffusion"
+    base = _pipeline(pair, getattr(diffusers, f"{prefix}{'Inpaint' if paints else ''}Pipeline"), plan.base, names.BASE)
+    shared: dict[str, Any] = {
+        "prompt": params.prompt, "num_inference_steps": params.num_inference_steps,
+        "generator": torch.Generator("cpu").manual_seed(params.seed), "guidance_scale": params.guidance_scale,
+    }  # fmt: skip
+    size: dict[str, Any] = {"width": params.width, "height": params.height}
+    if paints:
+        assert params.image is not None
+        image, mask = Image.fromarray(params.image), Image.fromarray(params.masks[0].levels)
+        shared |= {"strength": params.masks[0].strength}
+        size |= {"image": image, "mask_image": mask}
+    if not params.use_refiner:
+        return _levels(base(**shared, **size, output_type="np").images)
+    assert plan.refiner is not None
+    refiner = _pipeline(pair, diffusers.StableDiffusionXLImg2ImgPipeline, plan.refiner, names.REFINER)
+    frac = params.denoising_frac
+    latents = base(**shared, **size, denoising_end=frac, output_type="latent").images
+    return _levels(refiner(**shared, image=latents, denoising_start=frac, output_type="np").images)
+
+
+def _pipeline(pair: Counterparts, kind: Any, checkpoint: Checkpoint, denoiser: names.Denoiser) -> Any:
+    """Return a pipeline of the library's networks, with the sampler of a release's default."""
+    from transformers import CLIPTokenizer
+
+    plan = pair.plan
+    parts: dict[str, Any] = {"text_encoder": None, "text_encoder_2": None, "tokenizer": None, "tokenizer_2": None}
+    if plan.base.family == "sd":
+        parts = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+    else:
+        settings = ("force_zeros_for_empty_prompt", "requires_aesthetics_score")
+        parts |= {name: checkpoint.index[name] for name in settings if name in checkpoint.index}
+        parts |= {"add_watermarker": False}
+        if "Img2Img" not in kind.__name__ and "Inpaint" not in kind.__name__:
+            parts.pop("requires_aesthetics_score", None)
+    for component, tokenizer in denoiser.encoders(plan.components):
+        parts[names.find_component(component)[0].checkpoint_folder] = pair.library(component)
+        parts[tokenizer] = CLIPTokenizer.from_pretrained(str(plan.base.root / tokenizer), local_files_only=True)
+    made = kind(
+        **parts, vae=pair.library(names.VAE_DECODER), unet=pair.library(denoiser.unet), scheduler=_scheduler(checkpoint)
+    )
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+# Sampler -> diffusers' class, and the entries of its config that choose the sampler.
+_SCHEDULERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "Euler": ("EulerDiscreteScheduler", {}),
+    "Euler a": ("EulerAncestralDiscreteScheduler", {}),
+    "DDIM": ("DDIMScheduler", {}),
+    "DPM++ 2M": ("DPMSolverMultistepScheduler", {}),
+    "DPM++ 2M Karras": ("DPMSolverMultistepScheduler", {"use_karras_sigmas": True}),
+    "DPM++ 2M SDE Karras": (
+        "DPMSolverMultistepScheduler", {"use_karras_sigmas": True, "algorithm_type": "sde-dpmsolver++"},
+    ),
+    "LCM": ("LCMScheduler", {}),
+    "Heun": ("HeunDiscreteScheduler", {}),
+}  # fmt: skip
+
+
+def _scheduler(checkpoint: Checkpoint) -> Any:
+    import diffusers
+
+    config = dict(checkpoint.config("scheduler", "scheduler_config.json"))
+    sampler = configured_sampler(config)
+    name, entries = _SCHEDULERS[sampler]
+    if isinstance(read_noise_schedules(checkpoint, None)["base"], EdmSchedule):
+        name = "EDMEulerScheduler" if sampler == "Euler" else f"EDM{name}"
+    return getattr(diffusers, name).from_config(config, **entries)
+
+
+def _levels(images: Sequence[Any]) -> Pixels:
+    return np.asarray((images[0] * 255).round().astype(np.uint8))
