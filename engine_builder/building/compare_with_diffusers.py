@@ -79,7 +79,7 @@ class ComparisonReport:
 
 
 def compare_once(
-    plan: BuildPlan, store: WritableStore, builder: Mapping[str, str], report: Callable[[str], None]
+    plan: BuildPlan, store: WritableStore, builder: Mapping[str, str], report: Callable[[str], None] = lambda _: None
 ) -> ComparisonReport:
     """Compare what a plan builds, or return the report of an earlier comparison of the same files and components.
 

@@ -15,7 +15,7 @@ from model.store.manifest import Family
 
 _MAX_SIZE = 2**20  # of a dimension; SDXL's largest is its vocabulary, 49,408
 _MAX_NESTING = 3  # of lists: transformer_layers_per_block has a list for each block
-_UNCHECKED = object()
+UNCHECKED = object()
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class Rule:
 
     expected: str
     accepts: Callable[[Any], bool]
-    default: Any = _UNCHECKED
+    default: Any = UNCHECKED
 
 
-def only(*values: Any, default: Any = _UNCHECKED) -> Rule:
+def only(*values: Any, default: Any = UNCHECKED) -> Rule:
     """Accept these values. `default`: of the class, unless it is the first of them."""
     expected = " or ".join(map(repr, values))
-    first = values[0] if default is _UNCHECKED else default
+    first = values[0] if default is UNCHECKED else default
     # Compared with the type, because True equals 1.
     return Rule(expected, lambda value: any(type(value) is type(one) and value == one for one in values), first)
 
@@ -271,7 +271,7 @@ def check_config(config: CheckpointConfig, class_name: str, family: Family, entr
         if rule is not None and not rule.accepts(value):
             raise CheckpointError(f"{where}{key} is {value!r:.80}, expected {rule.expected}.", _remedy(rule, family))
     for key, rule in rules.items():
-        if key not in config and rule.default is not _UNCHECKED and not rule.accepts(rule.default):
+        if key not in config and rule.default is not UNCHECKED and not rule.accepts(rule.default):
             raise CheckpointError(
                 f"{where}{key} is missing, which means {rule.default!r}, expected {rule.expected}.",
                 _remedy(rule, family),
@@ -279,6 +279,6 @@ def check_config(config: CheckpointConfig, class_name: str, family: Family, entr
 
 
 def _remedy(rule: Rule, family: Family) -> str:
-    if rule.default is _UNCHECKED:
+    if rule.default is UNCHECKED:
         return "Use the config.json that belongs to the weights."
     return f"Only networks of a plain {FAMILY_TITLES[family]} are supported. Use another model."

@@ -95,7 +95,9 @@ REFUSED: dict[str, tuple[Change, str, str]] = {
     "pickled weights": (
         rename("vae/diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin"), "vae", "no .safetensors file",
     ),
-    "index of SD 1": (edit(INDEX, _class_name="StableDiffusionPipeline"), "unet/config.json", "addition_embed_type is 'text_time'"),
+    "index of SD 1": (
+        edit(INDEX, _class_name="StableDiffusionPipeline"), "unet/config.json", "addition_embed_type is 'text_time'",
+    ),
     "index of SD 3": (edit(INDEX, _class_name="StableDiffusion3Pipeline"), INDEX, "'StableDiffusion3Pipeline'"),
     "index without a class": (edit(INDEX, _class_name=None), INDEX, "_class_name is None"),
     "index with a class 3": (edit(INDEX, _class_name=3), INDEX, "_class_name is 3"),
