@@ -5,12 +5,14 @@ names and shapes of its layers. An engine's map of constants has them, so no wei
 """
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors.torch import save
 
-from engine_builder.adapters.read import AdapterFile, BadAdapter, Factors, open_adapter, read_factors
+from engine_builder.adapters.errors import BadAdapter
+from engine_builder.adapters.read import AdapterFile, Factors, open_adapter, read_factors
 from engine_builder.backends.built import put_blob
 from engine_builder.building.weights import group_tensors
 from engine_builder.releases.signing import sign_adapter
@@ -27,17 +29,25 @@ _MAX_NAMED = 5  # unreadable releases in one message
 
 
 def add_adapter(
-    store: WritableStore, name: str, path: Path, release: str | None = None, key: Ed25519PrivateKey | None = None
+    store: WritableStore,
+    name: str,
+    path: Path,
+    release: str | None = None,
+    key: Ed25519PrivateKey | None = None,
+    warn: Callable[[str], None] = lambda _: None,
 ) -> tuple[AdapterRecord, str, bool]:
     """Add the adapter of a file under `name`. Returns its record, a release that it fits, and False if it existed.
 
     release: the release that it must fit; None: any of the store's. key: signs the record.
+    warn: receives sentences about what of the file is left out.
 
     Raises BadAdapter, AdapterExists for another adapter of that name, ReleaseNotFound, or StoreError.
     """
     adapter_key(name)  # refuses an unsafe name before the file is read
     file = open_adapter(path)
     fitting, factors = _match(store, file, release)
+    for warning in file.warnings:
+        warn(warning)
     record = AdapterRecord(
         name=name,
         source=hashlib.sha256(file.data).hexdigest(),

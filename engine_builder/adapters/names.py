@@ -1,12 +1,15 @@
-"""The names that trainers give to a layer's factors: those of kohya's scripts, of diffusers and of PEFT.
+"""The names that trainers give to a layer's factors.
 
-A key is a prefix, the name of a module, and a suffix that says which factor it is. kohya writes the module with
-underscores in place of dots, under diffusers' names or under those of Stability AI's own code. So its keys are found by
-a table of all layers of the model.
+A key is a prefix, the name of a module, and a suffix that says what the tensor is. Each of them is a table here. Some
+trainers write underscores in place of dots, which cannot be reversed. So both a key and the names of all layers are
+compared with underscores. The tables follow what these projects write: kohya-ss/sd-scripts, huggingface/diffusers
+(`loaders/lora_conversion_utils.py`), huggingface/peft, Nerogar/OneTrainer (`convert_lora_util.py`),
+comfyanonymous/ComfyUI (`comfy/lora.py`), KohakuBlueleaf/LyCORIS (`wrapper.py`).
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 
 from model.adapters.layers import Layer
 from model.pipeline.spec import TEXT_ENCODER, TEXT_ENCODER_2, UNET
@@ -29,14 +32,52 @@ SUFFIXES = {
 """The end of a key -> what its tensor is."""
 
 UNSUPPORTED = {
-    "dora_scale": "DoRA", "lora_magnitude_vector": "DoRA", "hada_": "LoHa", "lokr_": "LoKr", "oft_": "OFT",
-    "lora_mid": "LoCon with a Tucker decomposition", "glora_": "GLoRA", ".a1.": "GLoRA", "ia3": "IA3",
-    "on_input": "IA3", "boft": "BOFT", ".diff": "full weight differences", "lora_embedding": "an embedding's LoRA",
-    "emb_params": "a textual inversion", "lora_B.bias": "a LoRA with biases", "w_norm": "norms",
+    r"dora_scale": "DoRA", r"lora_magnitude_vector": "DoRA", r"hada_": "LoHa", r"lokr_": "LoKr", r"oft_": "OFT",
+    r"lora_mid": "LoCon with a Tucker decomposition", r"glora_": "GLoRA", r"\.a1\.": "GLoRA", r"ia3": "IA3",
+    r"on_input": "IA3", r"boft": "BOFT", r"\.diff(_b)?$": "full weight differences",
+    r"lora_embedding": "an embedding's LoRA", r"emb_params": "a textual inversion",
+    r"lora_(B|up)(\.default)?\.bias$": "a LoRA with biases", r"w_norm": "norms",
 }  # fmt: skip
-"""A part of a key -> the kind of adapter that it shows."""
+"""A regular expression that a key contains -> the kind of adapter that it shows."""
 
-_KOHYA_PREFIXES = {"lora_unet_": UNET, "lora_te1_": TEXT_ENCODER, "lora_te_": TEXT_ENCODER, "lora_te2_": TEXT_ENCODER_2}
+PREFIXES = {
+    "unet": UNET,  # diffusers; OneTrainer, also with Stability AI's names
+    "lora_unet": UNET,  # kohya; OneTrainer, also with dots
+    "diffusion_model": UNET,  # ComfyUI
+    "model.diffusion_model": UNET,  # Stability AI's checkpoints
+    "lycoris": UNET,  # LyCORIS, SimpleTuner
+    "text_encoder": TEXT_ENCODER,  # diffusers
+    "lora_te": TEXT_ENCODER,  # kohya, for one text encoder
+    "lora_te1": TEXT_ENCODER,
+    "clip_l": TEXT_ENCODER,  # OneTrainer
+    "clip_l.transformer": TEXT_ENCODER,
+    "text_encoders.clip_l": TEXT_ENCODER,
+    "text_encoders.clip_l.transformer": TEXT_ENCODER,  # ComfyUI
+    "text_encoders.clip_h.transformer": TEXT_ENCODER,  # ComfyUI, of Stable Diffusion 2
+    "text_encoder_2": TEXT_ENCODER_2,
+    "lora_te2": TEXT_ENCODER_2,
+    "clip_g": TEXT_ENCODER_2,
+    "clip_g.transformer": TEXT_ENCODER_2,
+    "text_encoders.clip_g": TEXT_ENCODER_2,
+    "text_encoders.clip_g.transformer": TEXT_ENCODER_2,
+}
+"""The start of a key -> its component."""
+
+_WRAPPERS = re.compile(r"base_model\.model\.|(?<=\.)processor\.")  # PEFT's model; diffusers' old attention processors
+_BARE = re.compile(
+    r"(down_blocks|mid_block|up_blocks|input_blocks|middle_block|output_blocks|(conv_in|conv_out|out_2)$"
+    r"|time_embed|add_embedding|label_emb_)"
+)  # of a UNet without prefix
+_OTHER_MODELS = re.compile(r"(lora_)?(transformer|prior|text_encoder_3|te3)_")  # prefixes of SD 3, Flux and Cascade
+
+_TEXT = (TEXT_ENCODER, TEXT_ENCODER_2)
+_ALIASES: tuple[tuple[tuple[str, ...], re.Pattern[str], str], ...] = (
+    ((UNET,), re.compile(r"\.to_out\.0$"), ".to_out"),  # diffusers' old attention processors
+    (_TEXT, re.compile(r"\.self_attn\.(q|k|v|out)_proj$"), r".self_attn.to_\1"),
+    (_TEXT, re.compile(r"^text_model\.(?=encoder\.)"), ""),  # transformers 5, a CLIP without projection
+)
+"""Components, what to replace in a module's name, and the replacement that trainers write."""
+
 _STABILITY_RESNET = {
     "conv1": "in_layers.2", "conv2": "out_layers.3",
     "time_emb_proj": "emb_layers.1", "conv_shortcut": "skip_connection",
@@ -46,7 +87,53 @@ _STABILITY = {
     "add_embedding.linear_1": "label_emb.0.0", "add_embedding.linear_2": "label_emb.0.2",
     "conv_in": "input_blocks.0.0", "conv_out": "out.2",
 }  # fmt: skip
-_OLD_PROCESSOR = {"to_q": "to_q", "to_k": "to_k", "to_v": "to_v", "to_out": "to_out.0"}
+_BLOCK_MODULE = re.compile(r"(down_blocks|up_blocks)\.(\d+)\.(resnets|attentions|downsamplers|upsamplers)\.(\d+)\.(.+)")
+_EMBEDDING = re.compile(r"bundle_emb\.(.+?)\.(string_to_param\..*|[^.]*)")
+
+
+@dataclass(frozen=True)
+class FoundName:
+    """The layer that a key names; None: the key format is known, and the model has no such layer.
+
+    is_bare: the key has no prefix. module: the key's own name of the module, without PEFT's prefix.
+    """
+
+    layer: str | None
+    is_bare: bool
+    module: str
+
+
+class LayerNames:
+    """Finds the layers of one model by the keys of all formats."""
+
+    def __init__(self, layers: Iterable[Layer]) -> None:
+        modules: dict[str, list[str]] = {component: [] for component in PREFIXES.values()}
+        for layer in layers:
+            component, _, module = layer.name.partition(".")
+            modules[component].append(module)
+        stability = _stability_names(modules[UNET])
+        self._layers = {
+            (component, spelling.replace(".", "_")): f"{component}.{module}"
+            for component, names in modules.items()
+            for module in names
+            for name in (module, *(stability.get(module, ()) if component == UNET else ()))
+            for spelling in _spellings(component, name)
+        }
+        self._prefixes = {prefix.replace(".", "_") + "_": component for prefix, component in PREFIXES.items()}
+        self._longest_first = sorted(self._prefixes, key=len, reverse=True)
+
+    def find(self, stem: str) -> FoundName | None:
+        """Return what a key without its suffix names; None for an unknown key format."""
+        module = _WRAPPERS.sub("", stem)
+        name = module.replace(".", "_")
+        prefix = next((prefix for prefix in self._longest_first if name.startswith(prefix)), "")
+        component, rest = self._prefixes.get(prefix, UNET), name.removeprefix(prefix)
+        layer = self._layers.get((component, rest))
+        if layer is None and component == UNET and rest.startswith("text_model_"):
+            return None  # it does not say which text encoder
+        if layer is None and not prefix and not _BARE.match(name) and not _OTHER_MODELS.match(name):
+            return None
+        return FoundName(layer, not prefix, module)
 
 
 def split_key(key: str) -> tuple[str, str] | None:
@@ -57,65 +144,58 @@ def split_key(key: str) -> tuple[str, str] | None:
     return None
 
 
-def kohya_names(layers: Iterable[Layer]) -> dict[str, str]:
-    """Return the name in kohya's files, also under the names of Stability AI's code -> the layer's name."""
-    layers = list(layers)
-    names: dict[str, str] = {}
-    for layer in layers:
-        component, _, module = layer.name.partition(".")
-        modules = [module]
-        if component == UNET and (other := _stability_name(module, layers)):
-            modules.append(other)
-        for prefix, prefixed in _KOHYA_PREFIXES.items():
-            if prefixed == component:
-                names |= {prefix + written.replace(".", "_"): layer.name for written in modules}
-    return names
+def embedding_name(key: str) -> str | None:
+    """Return the name of the embedding that OneTrainer or A1111's web UI bundled under this key; None for others."""
+    match = _EMBEDDING.fullmatch(key)
+    return match[1] if match else None
 
 
-def dotted_name(stem: str) -> str:
-    """Return the name of the layer that a key of diffusers or PEFT means, without its suffix."""
-    name = stem.removeprefix("base_model.model.")
-    if name.partition(".")[0] not in (UNET, TEXT_ENCODER, TEXT_ENCODER_2):
-        name = f"{UNET}.{name}"
-    if old := re.fullmatch(r"(.+)\.processor\.(to_(?:q|k|v|out))", name):
-        return f"{old[1]}.{_OLD_PROCESSOR[old[2]]}"
-    if old := re.fullmatch(r"(text_encoder.*\.self_attn)\.to_(q|k|v|out)", name):
-        name = f"{old[1]}.{old[2]}_proj"
-    component, _, module = name.partition(".")
-    # transformers 5 writes a CLIP without projection without this prefix.
-    return f"{component}.text_model.{module}" if module.startswith("encoder.layers.") else name
+def _spellings(component: str, name: str) -> list[str]:
+    spellings = [name]
+    for components, pattern, replacement in _ALIASES:
+        if component in components:
+            spellings += [new for old in spellings if (new := pattern.sub(replacement, old)) != old]
+    return spellings
 
 
-def _stability_name(module: str, layers: list[Layer]) -> str | None:
-    """Return the name of a UNet's module in Stability AI's code (sgm), where blocks are numbered through."""
+def _stability_names(modules: Collection[str]) -> dict[str, list[str]]:
+    """Return a UNet's modules -> their names in Stability AI's code (sgm), where blocks are numbered through."""
+    matches = {module: match for module in modules if (match := _BLOCK_MODULE.fullmatch(module))}
+    resnets = [match for match in matches.values() if match[1] == "down_blocks" and match[3] == "resnets"]
+    per_block = 1 + max((int(match[4]) for match in resnets if match[2] == "0"), default=0)
+    with_attention = {match[2] for match in matches.values() if match[1] == "up_blocks" and match[3] == "attentions"}
+    return {
+        module: list(
+            _block_names(matches[module], per_block, matches[module][2] in with_attention)
+            if module in matches
+            else _other_names(module)
+        )
+        for module in modules
+    }
+
+
+def _block_names(match: re.Match[str], per_block: int, has_attention: bool) -> Iterator[str]:
+    block, index, kind, number, rest = match[1], int(match[2]), match[3], int(match[4]), match[5]
+    first = index * (per_block + 1) + (1 if block == "down_blocks" else 0)
+    blocks = "input_blocks" if block == "down_blocks" else "output_blocks"
+    if kind == "downsamplers":
+        yield f"{blocks}.{first + per_block}.0.op"
+    elif kind == "upsamplers":
+        yield f"{blocks}.{first + per_block}.2.conv"  # OneTrainer writes 2 for all blocks
+        if not has_attention:
+            yield f"{blocks}.{first + per_block}.1.conv"
+    elif kind == "resnets":
+        yield f"{blocks}.{first + number}.0.{_STABILITY_RESNET.get(rest, rest)}"
+    else:
+        yield f"{blocks}.{first + number}.1.{rest}"
+
+
+def _other_names(module: str) -> Iterator[str]:
     if module in _STABILITY:
-        return _STABILITY[module]
-    per_block = 1 + max(
-        (int(m[1]) for layer in layers if (m := re.match(r"unet\.down_blocks\.0\.resnets\.(\d+)\.", layer.name))),
-        default=0,
-    )
-    match = re.fullmatch(
-        r"(down_blocks|up_blocks)\.(\d+)\.(resnets|attentions|downsamplers|upsamplers)\.(\d+)\.(.+)", module
-    )
-    if match is not None:
-        block, index, kind, number, rest = match[1], int(match[2]), match[3], int(match[4]), match[5]
-        if block == "down_blocks":
-            first = 1 + index * (per_block + 1)
-            if kind == "downsamplers":
-                return f"input_blocks.{first + per_block}.0.op"
-            return f"input_blocks.{first + number}.{_stability_part(kind, rest)}"
-        first = index * (per_block + 1)
-        if kind == "upsamplers":
-            has_attention = any(layer.name.startswith(f"unet.up_blocks.{index}.attentions.") for layer in layers)
-            return f"output_blocks.{first + per_block}.{2 if has_attention else 1}.conv"
-        return f"output_blocks.{first + number}.{_stability_part(kind, rest)}"
-    middle = re.fullmatch(r"mid_block\.(resnets|attentions)\.(\d+)\.(.+)", module)
-    if middle is None:
-        return None
-    if middle[1] == "attentions":
-        return f"middle_block.1.{middle[3]}"
-    return f"middle_block.{2 * int(middle[2])}.{_STABILITY_RESNET.get(middle[3], middle[3])}"
-
-
-def _stability_part(kind: str, rest: str) -> str:
-    return f"0.{_STABILITY_RESNET.get(rest, rest)}" if kind == "resnets" else f"1.{rest}"
+        yield _STABILITY[module]
+    elif middle := re.fullmatch(r"mid_block\.(resnets|attentions)\.(\d+)\.(.+)", module):
+        rest = middle[3]
+        if middle[1] == "attentions":
+            yield f"middle_block.1.{rest}"
+        else:
+            yield f"middle_block.{2 * int(middle[2])}.{_STABILITY_RESNET.get(rest, rest)}"

@@ -21,13 +21,14 @@ _FOLDERS = ("unet", "text_encoder", "text_encoder_2")
 class OfflineMerge:
     """Adapters to merge into one checkpoint: their factors by layer, and their scales.
 
-    sources: SHA-256 of the files, each with its scale.
+    sources: SHA-256 of the files, each with its scale. warnings: sentences about what of the files is left out.
     """
 
     root: Path
     layers: Mapping[str, Layer]
     adapters: tuple[tuple[Mapping[str, Factors], float], ...]
     sources: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
 
     def change(self, root: Path, subfolder: str, network: nn.Module) -> None:
         """Merge the adapters into a network of a checkpoint, in place. Others are not changed."""
@@ -49,12 +50,14 @@ def read_merge(checkpoint: Checkpoint, adapters: Iterable[tuple[Path, float]]) -
 
     layers = checkpoint_layers(checkpoint)
     read: list[tuple[Mapping[str, Factors], float]] = []
-    sources = []
+    sources: list[str] = []
+    warnings: list[str] = []
     for path, scale in adapters:
         file = open_adapter(path)
         read.append((read_factors(file, layers), scale))
         sources.append(f"{sha256(file.data).hexdigest()}:{scale:g}")
-    return OfflineMerge(checkpoint.root, layers, tuple(read), tuple(sources))
+        warnings += file.warnings
+    return OfflineMerge(checkpoint.root, layers, tuple(read), tuple(sources), tuple(warnings))
 
 
 def checkpoint_layers(checkpoint: Checkpoint) -> dict[str, Layer]:

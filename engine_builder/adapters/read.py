@@ -2,32 +2,41 @@
 
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from engine_builder.adapters.names import UNSUPPORTED, dotted_name, kohya_names, split_key
+from engine_builder.adapters.errors import FORMATS, BadAdapter
+from engine_builder.adapters.names import UNSUPPORTED, FoundName, LayerNames, embedding_name, split_key
+from engine_builder.adapters.options import (
+    Module,
+    PeftOptions,
+    Stated,
+    check_options,
+    diffusers_name,
+    parse_options,
+    stated_scales,
+)
 from engine_builder.files import read_file
 from model.adapters.layers import Layer
-from model.errors import PreheatError
 from model.store.adapter_record import MAX_RANK
+from model.store.manifest_json import printable
 from model.weights.safetensors_header import InvalidHeader, read_header
 from model.weights.stream import tensor_view
 
 MAX_FILE_BYTES = 4 * 2**30
 MAX_SCALE = 1e4  # of alpha / rank; trainers write at most some hundreds
-_DTYPES = {"F16", "BF16", "F32", "F64"}
-_WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"  # of a folder that PEFT wrote
+_FLOATS = ("F16", "BF16", "F32", "F64")
+_INTEGERS = ("I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64")  # kohya's extraction stores alpha as one
+_PEFT_WEIGHTS, _PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # of a folder that PEFT wrote
+_DIFFUSERS_WEIGHTS = "pytorch_lora_weights.safetensors"  # of a folder that diffusers wrote
 _METADATA = "lora_adapter_metadata"  # diffusers' entry in the header: the options of PEFT
-
-
-class BadAdapter(PreheatError):
-    """A file is not a LoRA adapter that can be used with this model."""
-
-    remedy = "Give a LoRA or LoCon in a safetensors file, made for this model by kohya's scripts, diffusers or PEFT."
+_PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
+_ALPHA_TOLERANCE = 0.01  # between a tensor, which may be BF16, and PEFT's options
+_MAX_NAMED = 5  # files or embeddings in one message
 
 
 @dataclass(frozen=True)
@@ -45,23 +54,22 @@ class Factors:
 
 @dataclass(frozen=True)
 class AdapterFile:
-    """The bytes of a file, its tensors, and PEFT's options from its header or from the file next to it."""
+    """The bytes of a file, its tensors, PEFT's options, and sentences about what is left out.
+
+    tensors: without those of bundled embeddings. options: from the header or from PEFT's file next to it; None: none.
+    """
 
     path: Path
     data: bytes
     tensors: Mapping[str, torch.Tensor]
-    options: Mapping[str, Any]
+    options: PeftOptions | None
+    warnings: tuple[str, ...]
 
 
 def open_adapter(path: Path) -> AdapterFile:
-    """Read a safetensors file, or the folder of one that PEFT wrote. Raises BadAdapter."""
-    options: dict[str, Any] = {}
-    if path.is_dir():
-        config = path / _CONFIG
-        if config.exists():
-            options = _parse_options(_read(config).decode(errors="replace"), config)
-        path = path / _WEIGHTS
-    if path.suffix in (".pt", ".pth", ".ckpt", ".bin", ".pkl"):
+    """Read a safetensors file, or the folder of one that PEFT or diffusers wrote. Raises BadAdapter."""
+    path = _file_in(path) if path.is_dir() else path
+    if path.suffix in _PICKLES:
         raise BadAdapter(f"{path} may hold a pickle, which can run code. It was not opened.")
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
@@ -73,42 +81,117 @@ def open_adapter(path: Path) -> AdapterFile:
         extents = read_header(data, len(data))
     except InvalidHeader as error:
         raise BadAdapter(f"{path} is not a safetensors file: {error}.") from error
-    for key, extent in extents.items():
-        if extent.dtype not in _DTYPES:
-            raise BadAdapter(f"{path}: {key[:120]!r} is {extent.dtype}, expected F16, BF16, F32 or F64.")
+    embeddings = {key: name for key in extents if (name := embedding_name(key))}
+    keys = [key for key in extents if key not in embeddings]
+    if not keys:
+        found = f"only embeddings ({_listed(embeddings.values())})" if embeddings else "no tensors"
+        raise BadAdapter(f"{path} has {found}.")
+    options = _options(path, data, keys)
+    warnings = _warnings(path, keys, options, embeddings.values())
+    _refuse_unsupported(path, keys)
+    for key in keys:
+        allowed = _FLOATS + _INTEGERS if key.endswith(".alpha") else _FLOATS
+        if extents[key].dtype not in allowed:
+            expected = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
+            raise BadAdapter(f"{path}: {key[:120]!r} is {extents[key].dtype}, expected {expected}.")
     flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    tensors = {key: tensor_view(flat[extent.start : extent.end], extent) for key, extent in extents.items()}
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    metadata = header.get("__metadata__") or {}
-    if isinstance(metadata, dict) and isinstance(metadata.get(_METADATA), str):
-        options = _parse_options(metadata[_METADATA], path)
-    return AdapterFile(path, data, tensors, options)
+    tensors = {key: tensor_view(flat[extents[key].start : extents[key].end], extents[key]) for key in keys}
+    return AdapterFile(path, data, tensors, options, tuple(warnings))
 
 
 def read_factors(file: AdapterFile, layers: Mapping[str, Layer]) -> dict[str, Factors]:
     """Return the factors by layer. `layers`: those of the model. Raises BadAdapter naming the first problem."""
-    _refuse_unsupported(file)
-    kohya = kohya_names(layers.values())
+    names = LayerNames(layers.values())
     found: dict[str, dict[str, torch.Tensor]] = {}
+    modules: dict[str, Module] = {}
     for key, tensor in file.tensors.items():
         split = split_key(key)
         if split is None:
             raise BadAdapter(f"{file.path}: {key[:120]!r} is not the name of a LoRA's tensor.")
         stem, role = split
-        layer = kohya.get(stem) if stem.startswith("lora_") else dotted_name(stem)
-        if layer is None or layer not in layers:
+        name = names.find(stem)
+        if name is None:
+            raise BadAdapter(f"{file.path}: the key format of {key[:120]!r} is unknown. Read are those of {FORMATS}.")
+        if name.layer is None:
             raise BadAdapter(
                 f"{file.path}: this model has no layer for {key[:120]!r}. The adapter is for another model."
             )
-        if role in found.setdefault(layer, {}):
-            raise BadAdapter(f"{file.path}: {layer} has two tensors {role!r}.")
-        found[layer][role] = tensor
-    if not found:
-        raise BadAdapter(f"{file.path} has no tensors.")
-    return {name: _factors(file, layers[name], parts) for name, parts in sorted(found.items())}
+        if role in found.setdefault(name.layer, {}):
+            raise BadAdapter(f"{file.path}: {name.layer} has two tensors {role!r}.")
+        found[name.layer][role] = tensor
+        modules[name.layer] = _module(file.options, name.layer, name)
+    stated = stated_scales(file.options, modules, str(file.path)) if file.options else {}
+    return {
+        name: _factors(file, layers[name], parts, stated.get(name, Stated(None, None)))
+        for name, parts in sorted(found.items())
+    }
 
 
-def _factors(file: AdapterFile, layer: Layer, parts: Mapping[str, torch.Tensor]) -> Factors:
+def _file_in(folder: Path) -> Path:
+    """Return the file that PEFT or diffusers wrote into a folder, or its only safetensors file."""
+    try:
+        files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    except OSError as error:
+        raise BadAdapter(f"{folder} cannot be read: {error.strerror or error}.", "Name another file.") from error
+    written = [path for path in files if path.name in (_PEFT_WEIGHTS, _DIFFUSERS_WEIGHTS)]
+    found = written or [path for path in files if path.suffix == ".safetensors"]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise BadAdapter(f"{folder} has several files: {_listed(path.name for path in found)}.", "Name one of them.")
+    pickles = [path.name for path in files if path.suffix in _PICKLES]
+    other = f" {_listed(pickles)} may hold a pickle, which can run code." if pickles else ""
+    raise BadAdapter(f"{folder} has no safetensors file, such as {_PEFT_WEIGHTS} or {_DIFFUSERS_WEIGHTS}.{other}")
+
+
+def _options(path: Path, data: bytes, keys: Iterable[str]) -> PeftOptions | None:
+    """Return PEFT's options from the header, or else from the file that PEFT wrote next to its weights."""
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    metadata = header.get("__metadata__") or {}
+    if isinstance(metadata, dict) and isinstance(metadata.get(_METADATA), str):
+        return parse_options(metadata[_METADATA], str(path), by_component=True)
+    config = path.parent / _PEFT_CONFIG
+    if (path.name == _PEFT_WEIGHTS or any(map(_is_wrapped, keys))) and config.exists():
+        return parse_options(_read(config).decode(errors="replace"), str(config), by_component=False)
+    return None
+
+
+def _is_wrapped(key: str) -> bool:
+    """True for a key of a model that PEFT wrapped. diffusers' own files have none."""
+    return key.startswith("base_model.model.")
+
+
+def _warnings(path: Path, keys: Collection[str], options: PeftOptions | None, embeddings: Collection[str]) -> list[str]:
+    """Return sentences about what of a file is left out, or not understood. Raises BadAdapter."""
+    warnings = check_options(options, str(path)) if options else []
+    if options is None and any(map(_is_wrapped, keys)) and not any(key.endswith(".alpha") for key in keys):
+        warnings.append(
+            f"{path} states no alpha, and {_PEFT_CONFIG}, which PEFT writes next to it, is missing. Its scale is 1."
+        )
+    if embeddings:
+        warnings.append(
+            f"{path} also has embeddings, which were left out: {_listed(embeddings)}. Save their tensors as a file of "
+            "their own, and add it with `preheat add-embedding RELEASE TOKEN=FILE`."
+        )
+    return warnings
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Return the first names of several, and how many more there are."""
+    unique = list(dict.fromkeys(names))
+    more = f" and {len(unique) - _MAX_NAMED} more" if len(unique) > _MAX_NAMED else ""
+    return ", ".join(printable(name[:80]) for name in unique[:_MAX_NAMED]) + more
+
+
+def _module(options: PeftOptions | None, layer: str, found: FoundName) -> Module:
+    """Return how PEFT's options name a layer."""
+    component, _, module = layer.partition(".")
+    if options is None or not options.by_component:
+        return Module("", found.module)
+    return Module("" if found.is_bare else component, diffusers_name(component, module))
+
+
+def _factors(file: AdapterFile, layer: Layer, parts: Mapping[str, torch.Tensor], stated: Stated) -> Factors:
     """Check the tensors of one layer, and return its factors."""
     where = f"{file.path}: {layer.name}"
     for role in ("down", "up"):
@@ -132,61 +215,33 @@ def _factors(file: AdapterFile, layer: Layer, parts: Mapping[str, torch.Tensor])
     for role, tensor in (("down", down), ("up", up)):
         if not bool(torch.isfinite(tensor).all()):
             raise BadAdapter(f"{where}: the {role!r} tensor has NaN or infinite values.")
-    scale = _scale(file, layer, parts.get("alpha"), rank, where)
-    return Factors(down, up, scale, (*shape[:2], *kernel))
+    return Factors(down, up, _scale(parts.get("alpha"), stated, rank, where), (*shape[:2], *kernel))
 
 
 def _as_float(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype == torch.float64 else tensor
 
 
-def _scale(file: AdapterFile, layer: Layer, alpha: torch.Tensor | None, rank: int, where: str) -> float:
-    """Return alpha / rank. The file's own alpha comes before PEFT's options; without either it is 1."""
-    value: object = rank
+def _scale(alpha: torch.Tensor | None, stated: Stated, rank: int, where: str) -> float:
+    """Return alpha / rank, of the file's own alpha or PEFT's options. Without either it is 1."""
+    if stated.rank not in (None, rank):
+        raise BadAdapter(f"{where} has rank {rank}, and PEFT's options state {str(stated.rank)[:40]}.")
+    value: float | None = rank if stated.alpha is None else stated.alpha
     if alpha is not None:
         value = alpha.item() if alpha.numel() == 1 else None
-    elif file.options:
-        component, _, module = layer.name.partition(".")
-        options = {
-            key.removeprefix(f"{component}."): entry
-            for key, entry in file.options.items()
-            if key.startswith(f"{component}.") or "." not in key
-        }
-        pattern = options.get("alpha_pattern")
-        value = options.get("lora_alpha", rank)
-        for name, entry in pattern.items() if isinstance(pattern, dict) else ():
-            if module == name or module.endswith(f".{name}"):
-                value = entry
     # Compared before the division, which raises OverflowError for a whole number beyond a float's range.
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_SCALE * rank:
+    if value is None or not abs(value) <= MAX_SCALE * rank:
         raise BadAdapter(f"{where} has an invalid alpha ({str(value)[:40]}).")
+    if stated.alpha is not None and not math.isclose(value, stated.alpha, rel_tol=_ALPHA_TOLERANCE):
+        raise BadAdapter(f"{where} has alpha {value:g}, and PEFT's options state {str(stated.alpha)[:40]}.")
     return value / rank
 
 
-def _refuse_unsupported(file: AdapterFile) -> None:
-    for key in file.tensors:
-        for part, kind in UNSUPPORTED.items():
-            if part in key:
-                raise BadAdapter(
-                    f"{file.path} is not a plain LoRA: {key[:120]!r} shows {kind}, which is not supported."
-                )
-    for key, value in file.options.items():
-        option = key.rpartition(".")[2]
-        if option in ("use_dora", "use_rslora") and value:
-            kind = {"use_dora": "DoRA", "use_rslora": "rsLoRA"}[option]
-            raise BadAdapter(f"{file.path} is not a plain LoRA: it is a {kind}, which is not supported.")
-        if option == "peft_type" and value != "LORA":
-            raise BadAdapter(f"{file.path} is not a plain LoRA: it is a {str(value)[:40]}, which is not supported.")
-
-
-def _parse_options(text: str, path: Path) -> dict[str, Any]:
-    try:
-        options = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise BadAdapter(f"{path}: the options of PEFT are not JSON.") from error
-    if not isinstance(options, dict):
-        raise BadAdapter(f"{path}: the options of PEFT are not a JSON object.")
-    return options
+def _refuse_unsupported(path: Path, keys: Iterable[str]) -> None:
+    for key in keys:
+        for pattern, kind in UNSUPPORTED.items():
+            if re.search(pattern, key):
+                raise BadAdapter(f"{path} is not a plain LoRA: {key[:120]!r} shows {kind}, which is not supported.")
 
 
 def _read(path: Path) -> bytes:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from engine_builder.commands.console import console, parse_bucket
+from engine_builder.commands.console import console, parse_bucket, print_warning
 from engine_builder.stores.store import WritableStore
 from model.engines.signatures import TEXT_CHUNK_COUNTS
 from model.engines.tensorrt.libraries import LIBRARIES
@@ -130,6 +130,9 @@ def parse_plan(
         quantization = plan_quantization(base, refiner_checkpoint, policy, calibrations, unet_precision)
         if bands and quantization.policy.convolutions:
             raise typer.BadParameter("is not supported with convolutions in FP8", param_hint="--bands")
+    merge = read_merge(base, adapters) if adapters else None
+    for warning in merge.warnings if merge else ():
+        print_warning(warning)
     plan = BuildPlan(
         model=name or (base.root.resolve().name if Path(model).is_dir() else model.rpartition("/")[2]),
         base=base,
@@ -144,7 +147,7 @@ def parse_plan(
         lora_rank=lora_rank,
         text_chunks=text_chunks,
         bands=tuple(sorted(set(bands))),
-        merge=read_merge(base, adapters) if adapters else None,
+        merge=merge,
     )
     if plan.quantizes_vae and plan.unquantized_vae_precision != FP16:
         raise typer.BadParameter(

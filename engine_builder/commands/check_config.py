@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from engine_builder.commands.console import console, plain
+from engine_builder.commands.console import console, plain, print_warning
 
 
 def check_config(
@@ -20,7 +20,7 @@ def check_config(
     for error in check.refusals:
         console.print(f"[red]refused[/] {plain(error)}", soft_wrap=True)
     for warning in check.warnings:
-        console.print(f"[yellow]warning[/] {plain(warning)}", soft_wrap=True)
+        print_warning(warning)
     for line in check.served:
         console.print(plain(line), soft_wrap=True)
     if check.refusals:

@@ -148,3 +148,8 @@ def is_number(text: str) -> bool:
 def plain(text: object) -> str:
     """Escape text so that rich does not parse it as markup."""
     return escape(str(text))
+
+
+def print_warning(sentence: str) -> None:
+    """Print a sentence that does not end the command."""
+    console.print(f"[yellow]warning[/] {plain(sentence)}", soft_wrap=True)

@@ -17,6 +17,7 @@ from engine_builder.commands.console import (
     meter,
     open_cli_store,
     plain,
+    print_warning,
 )
 from engine_builder.stores.store import WritableStore
 from model.errors import AdapterError, CorruptBlob, ManifestError, StoreError, UntrustedRelease
@@ -103,7 +104,7 @@ def _print_accepted(manifest: Manifest) -> None:
 
 def add_lora(
     name: Annotated[str, typer.Argument(help="Name of the adapter in the store and in requests.")],
-    path: Annotated[Path, typer.Argument(help="Its safetensors file, or the folder that PEFT wrote.")],
+    path: Annotated[Path, typer.Argument(help="Its safetensors file, or the folder that PEFT or diffusers wrote.")],
     store: StoreOption = DEFAULT_STORE,
     release: Annotated[
         str | None, typer.Option(help="MODEL/VERSION that it must fit; default: any release of the store.")
@@ -116,7 +117,8 @@ def add_lora(
     from engine_builder.releases.signing import read_key
 
     private_key = read_key(sign) if sign else None
-    record, fitting, is_new = add_adapter(open_cli_store(store, cache_dir), name, path, release, private_key)
+    opened_store = open_cli_store(store, cache_dir)
+    record, fitting, is_new = add_adapter(opened_store, name, path, release, private_key, print_warning)
     console.print(
         f"{'Added' if is_new else 'Unchanged:'} [bold]{plain(name)}[/], {plain(_describe_adapter(record))}. "
         f"It fits {plain(fitting)}.",

@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from engine_builder.adapters.add import add_adapter, release_layers
-from engine_builder.adapters.names import kohya_names
-from engine_builder.adapters.read import BadAdapter, open_adapter, read_factors
+from engine_builder.adapters.errors import BadAdapter
+from engine_builder.adapters.names import LayerNames
+from engine_builder.adapters.read import open_adapter, read_factors
 from engine_builder.commands import main as cli
 from engine_builder.releases.gc import named_blobs
 from engine_builder.releases.mirror import copy_adapter
@@ -94,8 +95,9 @@ def test_names_of_stability_ai_are_sdxls() -> None:
         "out_2": "conv_out",
     }
     known = [*modules.values(), "down_blocks.0.resnets.1.conv1"]
-    names = kohya_names(Layer(f"unet.{module}", (8, 8), "unet", "x") for module in known)
-    assert {key: names.get(f"lora_unet_{key}") for key in modules} == {k: f"unet.{m}" for k, m in modules.items()}
+    names = LayerNames(Layer(f"unet.{module}", (8, 8), "unet", "x") for module in known)
+    found = {key: names.find(f"lora_unet_{key}") for key in modules}
+    assert {key: name and name.layer for key, name in found.items()} == {k: f"unet.{m}" for k, m in modules.items()}
 
 
 def test_alpha_of_peft_is_read(shapes: Shapes, layers: dict[str, Layer], tmp_path: Path) -> None:
