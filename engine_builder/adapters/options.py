@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 from engine_builder.adapters.errors import BadAdapter
 from engine_builder.adapters.patterns import BadPattern, Matches, Scope, match_scopes
 from model.pipeline.spec import TEXT_ENCODER, UNET
+from model.store.manifest_json import printable
 
 READ, NO_EFFECT = "read", "no effect"
 PEFT_OPTIONS = {
@@ -86,7 +87,7 @@ def check_options(options: PeftOptions, where: str) -> list[str]:
     """Return a warning for each unknown option. Raises BadAdapter if the options make another kind of adapter."""
     warnings = {}
     for key, value in options.values.items():
-        option = key.rpartition(".")[2] if options.by_component else key
+        option = printable(key.rpartition(".")[2] if options.by_component else key)
         meaning = PEFT_OPTIONS.get(option)
         kind = None
         if meaning is None:
@@ -94,7 +95,7 @@ def check_options(options: PeftOptions, where: str) -> list[str]:
                 kind = "something unknown"
             elif value:
                 warnings[option] = (
-                    f"{where}: PEFT's option {option[:80]} ({str(value)[:40]}) is unknown and was not read."
+                    f"{where}: PEFT's option {option[:80]} ({_shown(value)}) is unknown and was not read."
                 )
         elif option == "peft_type":
             kind = None if value == "LORA" else str(value)
@@ -104,7 +105,7 @@ def check_options(options: PeftOptions, where: str) -> list[str]:
             kind = None if value in _DEFAULTS else meaning
         if kind is not None:
             raise BadAdapter(
-                f"{where} is not a plain LoRA: PEFT's option {option[:80]} states {kind[:80]}, which is not supported."
+                f"{where} is not a plain LoRA: PEFT's option {option} states {_shown(kind)}, which is not supported."
             )
         if key == f"{TEXT_ENCODER}.alpha_pattern" and options.by_component and "text_model" in str(value):
             warnings[key] = (
@@ -184,7 +185,7 @@ def _match(
 def _stated(values: Mapping[str, Any], rank_key: str | None, alpha_key: str | None, where: str) -> Stated:
     rank = values.get("r") if rank_key is None else values["rank_pattern"][rank_key]
     if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int)):
-        raise BadAdapter(f"{where} has an invalid rank in PEFT's options ({str(rank)[:40]}).")
+        raise BadAdapter(f"{where} has an invalid rank in PEFT's options ({_shown(rank)}).")
     if alpha_key is not None:
         alpha = values["alpha_pattern"][alpha_key]
     else:
@@ -192,8 +193,13 @@ def _stated(values: Mapping[str, Any], rank_key: str | None, alpha_key: str | No
         if alpha is None and "lora_alpha" not in values:
             return Stated(rank, None)
     if not _is_number(alpha):
-        raise BadAdapter(f"{where} has an invalid alpha ({str(alpha)[:40]}).")
+        raise BadAdapter(f"{where} has an invalid alpha ({_shown(alpha)}).")
     return Stated(rank, alpha)
+
+
+def _shown(value: object) -> str:
+    """Return an untrusted value as text for a message."""
+    return printable(str(value)[:80])
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:
@@ -203,14 +209,14 @@ def _is_number(value: object) -> TypeGuard[int | float]:
 def _patterns(values: Mapping[str, Any], option: str, where: str) -> list[str]:
     patterns = values.get(option) or {}
     if not isinstance(patterns, dict):
-        raise BadAdapter(f"{where}: PEFT's option {option} is {str(patterns)[:40]}, expected an object.")
+        raise BadAdapter(f"{where}: PEFT's option {option} is {_shown(patterns)}, expected an object.")
     return list(patterns)
 
 
 def _texts(values: Mapping[str, Any], option: str, where: str) -> list[str] | str | None:
     value = values.get(option)
     if not (value is None or isinstance(value, str) or _is_list(value, str)):
-        raise BadAdapter(f"{where}: PEFT's option {option} is {str(value)[:40]}, expected names or a pattern.")
+        raise BadAdapter(f"{where}: PEFT's option {option} is {_shown(value)}, expected names or a pattern.")
     return value
 
 
@@ -223,7 +229,7 @@ def _modules(values: Mapping[str, Any], option: str, component: str, where: str)
 def _layers(values: Mapping[str, Any], where: str) -> list[int] | int | None:
     value = values.get("layers_to_transform")
     if not (value is None or isinstance(value, int) or _is_list(value, int)):
-        raise BadAdapter(f"{where}: PEFT's option layers_to_transform is {str(value)[:40]}, expected numbers.")
+        raise BadAdapter(f"{where}: PEFT's option layers_to_transform is {_shown(value)}, expected numbers.")
     return value
 
 

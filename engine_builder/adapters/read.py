@@ -170,8 +170,8 @@ def _warnings(path: Path, keys: Collection[str], options: PeftOptions | None, em
         )
     if embeddings:
         warnings.append(
-            f"{path} also has embeddings, which were left out: {_listed(embeddings)}. Save their tensors as a file of "
-            "their own, and add it with `preheat add-embedding RELEASE TOKEN=FILE`."
+            f"{path} also has embeddings, which were left out: {_listed(embeddings)}. Save each as a file of its own, "
+            "with the keys clip_l and clip_g, and add it with `preheat add-embedding RELEASE TOKEN=FILE`."
         )
     return warnings
 
@@ -226,15 +226,15 @@ def _scale(alpha: torch.Tensor | None, stated: Stated, rank: int, where: str) ->
     """Return alpha / rank, of the file's own alpha or PEFT's options. Without either it is 1."""
     if stated.rank not in (None, rank):
         raise BadAdapter(f"{where} has rank {rank}, and PEFT's options state {str(stated.rank)[:40]}.")
-    value: float | None = rank if stated.alpha is None else stated.alpha
-    if alpha is not None:
-        value = alpha.item() if alpha.numel() == 1 else None
-    # Compared before the division, which raises OverflowError for a whole number beyond a float's range.
-    if value is None or not abs(value) <= MAX_SCALE * rank:
-        raise BadAdapter(f"{where} has an invalid alpha ({str(value)[:40]}).")
-    if stated.alpha is not None and not math.isclose(value, stated.alpha, rel_tol=_ALPHA_TOLERANCE):
-        raise BadAdapter(f"{where} has alpha {value:g}, and PEFT's options state {str(stated.alpha)[:40]}.")
-    return value / rank
+    own = None if alpha is None else alpha.item() if alpha.numel() == 1 else math.nan
+    values = [value for value in (own, stated.alpha) if value is not None] or [rank]
+    for value in values:
+        # Compared before the division, which raises OverflowError for a whole number beyond a float's range.
+        if not abs(value) <= MAX_SCALE * rank:
+            raise BadAdapter(f"{where} has an invalid alpha ({str(value)[:40]}).")
+    if not math.isclose(values[0], values[-1], rel_tol=_ALPHA_TOLERANCE):
+        raise BadAdapter(f"{where} has alpha {values[0]:g}, and PEFT's options state {values[-1]:g}.")
+    return values[0] / rank
 
 
 def _refuse_unsupported(path: Path, keys: Iterable[str]) -> None:

@@ -275,15 +275,24 @@ def test_unknown_number_is_warned_about(deltas: dict[str, Delta], layers: dict[s
     assert "PEFT's option future_size (16) is unknown and was not read" in warning
 
 
-@pytest.mark.parametrize("alpha, message", [(4, None), (16, "has alpha 16, and PEFT's options state 4")])
+@pytest.mark.parametrize(
+    "alpha, stated, message",
+    [
+        (4, 4, None),
+        (0.1, 0.1, None),  # rounded to float16 in the file
+        (16, 4, "has alpha 16, and PEFT's options state 4"),
+        (4, 10**400, "has an invalid alpha"),
+    ],
+)
 def test_alpha_of_file_and_options_must_agree(
-    alpha: int, message: str | None, deltas: dict[str, Delta], layers: dict[str, Layer], tmp_path: Path
+    alpha: float, stated: float, message: str | None, deltas: dict[str, Delta], layers: dict[str, Layer], tmp_path: Path
 ) -> None:
     path = write(tmp_path / "a.safetensors", {TO_Q: deltas[TO_Q]}, {})
-    tensors = load_file(path) | {f"{TO_Q}.alpha": torch.tensor(alpha)}
-    save_file(tensors, path, {"lora_adapter_metadata": json.dumps(options_of())})
+    tensors = load_file(path) | {f"{TO_Q}.alpha": torch.tensor(alpha, dtype=torch.float16)}
+    metadata = {"lora_adapter_metadata": json.dumps(options_of(unet={"lora_alpha": stated}))}
+    save_file(tensors, path, metadata)
     if message is None:
-        assert read(path, layers)[0][TO_Q].scale == 1
+        assert read(path, layers)[0][TO_Q].scale == pytest.approx(alpha / 4, rel=1e-3)
     else:
         with pytest.raises(BadAdapter, match=message):
             read(path, layers)

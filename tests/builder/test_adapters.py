@@ -259,6 +259,15 @@ def test_commands_list_verify_and_copy_adapters(writable: WritableStore, file: P
         assert code == 1 and "unreadable The record of adapter style is damaged" in output
 
 
+def test_add_lora_names_what_is_left_out(writable: WritableStore) -> None:
+    bundle = Path(__file__).parent / "cases" / "lora-bundled-embedding.safetensors"
+    result = CliRunner().invoke(cli.app, ["add-lora", "style", str(bundle), "--store", writable.url])
+    output = " ".join(result.output.split())
+    assert result.exit_code == 0 and "Added style, 4 layers of rank 4" in output
+    assert "warning" in output and "which were left out: myface" in output and "preheat add-embedding" in output
+    assert writable.adapters() == ["style"]
+
+
 def test_missing_adapter_names_the_others(writable: WritableStore, file: Path) -> None:
     add_adapter(writable, "style", file)
     with pytest.raises(AdapterNotFound, match="Adapter other was not found.*Available: style.*add-lora"):
