@@ -94,13 +94,12 @@ def check_options(options: PeftOptions, where: str) -> list[str]:
             if isinstance(value, list | dict) and value or value is True:
                 kind = "something unknown"
             elif value:
-                warnings[option] = (
-                    f"{where}: PEFT's option {option[:80]} ({_shown(value)}) is unknown and was not read."
-                )
+                warnings[option] = f"{where}: PEFT's option {option} ({_shown(value)}) is unknown and was not read."
         elif option == "peft_type":
-            kind = None if value == "LORA" else str(value)
+            kind = None if value in (None, "LORA") else str(value)
         elif option == "init_lora_weights":
-            kind = None if value in _INITIALISATIONS else f"a change of the model's own weights ({value})"
+            name = value.lower() if isinstance(value, str) else value
+            kind = None if name in _INITIALISATIONS else f"a change of the model's own weights ({value})"
         elif meaning not in (READ, NO_EFFECT):
             kind = None if value in _DEFAULTS else meaning
         if kind is not None:

@@ -109,7 +109,7 @@ EVERYWHERE = {
     "a dot is any character": {"alpha_pattern": {"attn1.to.q": 64, "mlp.fc.": 32}},
     "alternatives across the group": {"alpha_pattern": {"to_q)|(fc1": 64}},
     "a zero": {"alpha_pattern": {"to_q": 0, "fc1": -4}},
-    "options without effect": {"lora_dropout": 0.5, "init_lora_weights": "gaussian", "inference_mode": True},
+    "options without effect": {"lora_dropout": 0.5, "init_lora_weights": "Gaussian", "inference_mode": True},
     "options at their defaults": {"use_dora": False, "use_rslora": False, "bias": "none", "modules_to_save": None},
 }
 
