@@ -10,6 +10,7 @@ from transformers import CLIPTokenizer
 from engine_builder.checkpoints.tokenizers import export_tokenizer
 from model.errors import MissingComponent
 from model.pipeline.tokenizer import ClipTokenizer, TokenizerSettings
+from model.pipeline.weighted_prompt import plain_chunks
 
 MERGES = ["t h", "th e</w>", "c a", "ca t</w>", "i n", "in g</w>", "! !</w>", "' s</w>", "Ã ©</w>", "a b"]
 
@@ -81,19 +82,25 @@ def pair(
     return CLIPTokenizer.from_pretrained(str(folder)), ClipTokenizer(*export_tokenizer(folder))
 
 
+def encode(tokenizer: ClipTokenizer, prompt: str) -> tuple[list[int], int]:
+    """Return the ids of a plain prompt, and the number of dropped tokens."""
+    chunks = plain_chunks(tokenizer, prompt)
+    return chunks.ids[0], chunks.dropped_tokens
+
+
 @pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
 def test_ids_equal_those_of_transformers(pair: tuple[CLIPTokenizer, ClipTokenizer], prompt: str) -> None:
     reference, tokenizer = pair
     expected = reference(prompt, padding="max_length", max_length=77, truncation=True).input_ids
     whole = reference(prompt).input_ids
-    assert tokenizer.encode(prompt) == (expected, max(0, len(whole) - 77))
+    assert encode(tokenizer, prompt) == (expected, max(0, len(whole) - 77))
 
 
 def test_vocabulary_and_merges_are_used(pair: tuple[CLIPTokenizer, ClipTokenizer]) -> None:
     """Without them the ids above could be equal and wrong."""
     _, tokenizer = pair
-    assert len({tuple(tokenizer.encode(prompt)[0]) for prompt in PROMPTS.values()}) >= len(PROMPTS) - 2
-    assert tokenizer.encode("z the cat")[0][:5] == [
+    assert len({tuple(encode(tokenizer, prompt)[0]) for prompt in PROMPTS.values()}) >= len(PROMPTS) - 2
+    assert encode(tokenizer, "z the cat")[0][:5] == [
         tokenizer.settings.bos_token_id,
         256 + 89,
         513,
@@ -104,7 +111,7 @@ def test_vocabulary_and_merges_are_used(pair: tuple[CLIPTokenizer, ClipTokenizer
 
 def test_padding_comes_from_the_settings(pair: tuple[CLIPTokenizer, ClipTokenizer]) -> None:
     reference, tokenizer = pair
-    ids, lost = tokenizer.encode("")
+    ids, lost = encode(tokenizer, "")
     assert lost == 0
     assert ids == [reference.bos_token_id, reference.eos_token_id] + [reference.pad_token_id] * 75
 
@@ -112,9 +119,9 @@ def test_padding_comes_from_the_settings(pair: tuple[CLIPTokenizer, ClipTokenize
 def test_short_prompt_is_not_truncated(pair: tuple[CLIPTokenizer, ClipTokenizer]) -> None:
     _, tokenizer = pair
     fits = "z " * 75
-    assert tokenizer.encode(fits)[1] == 0
-    assert tokenizer.dropped_text(fits) == ""
-    assert tokenizer.dropped_text("") == ""
+    assert encode(tokenizer, fits)[1] == 0
+    assert plain_chunks(tokenizer, fits).dropped == ""
+    assert plain_chunks(tokenizer, "").dropped == ""
 
 
 def test_dropped_text_is_the_end_of_the_prompt_as_typed(
@@ -122,17 +129,17 @@ def test_dropped_text_is_the_end_of_the_prompt_as_typed(
 ) -> None:
     reference, tokenizer = pair
     kept, dropped = "z " * 72 + "The Cat's ", "NEXT  to\ta Café, 猫 <|endoftext|> é"  # 72 + 3 tokens fit
-    assert tokenizer.dropped_text(kept + dropped) == dropped
-    assert tokenizer.encode(kept + dropped)[1] == len(reference(dropped).input_ids) - 2
-    assert tokenizer.encode(kept)[1] == 0
+    assert plain_chunks(tokenizer, kept + dropped).dropped == dropped
+    assert encode(tokenizer, kept + dropped)[1] == len(reference(dropped).input_ids) - 2
+    assert encode(tokenizer, kept)[1] == 0
 
 
 def test_dropped_text_begins_with_a_divided_character(
     pair: tuple[CLIPTokenizer, ClipTokenizer],
 ) -> None:
     _, tokenizer = pair
-    assert tokenizer.encode("z " * 74 + "猫")[1] == 2  # three bytes, of which one fits
-    assert tokenizer.dropped_text("z " * 74 + "猫 b") == "猫 b"
+    assert encode(tokenizer, "z " * 74 + "猫")[1] == 2  # three bytes, of which one fits
+    assert plain_chunks(tokenizer, "z " * 74 + "猫 b").dropped == "猫 b"
 
 
 def test_ignores_truncation_and_padding_saved_after_use(tmp_path: Path) -> None:
@@ -142,7 +149,7 @@ def test_ignores_truncation_and_padding_saved_after_use(tmp_path: Path) -> None:
     used = reference.backend_tokenizer.to_str().encode()
     assert json.loads(used)["truncation"] is not None
     _, settings = export_tokenizer(folder)
-    ids, lost = ClipTokenizer(used, settings).encode("z " * 90)
+    ids, lost = encode(ClipTokenizer(used, settings), "z " * 90)
     assert (len(ids), lost) == (77, 15)
 
 
@@ -155,7 +162,7 @@ def test_reads_the_settings_of_the_folder(tmp_path: Path) -> None:
 
 def test_uses_another_length_than_77(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "tokenizer", model_max_length=8)
-    ids, lost = ClipTokenizer(*export_tokenizer(folder)).encode("z " * 10)
+    ids, lost = encode(ClipTokenizer(*export_tokenizer(folder)), "z " * 10)
     assert ids == CLIPTokenizer.from_pretrained(str(folder))("z " * 10, truncation=True).input_ids
     assert (len(ids), lost) == (8, 4)
 
@@ -190,7 +197,7 @@ def test_reads_a_folder_with_tokenizer_json_only(tmp_path: Path) -> None:
     again, same_settings = export_tokenizer(folder)
     assert same_settings == settings
     for prompt in PROMPTS.values():
-        assert ClipTokenizer(again, settings).encode(prompt) == ClipTokenizer(data, settings).encode(prompt)
+        assert encode(ClipTokenizer(again, settings), prompt) == encode(ClipTokenizer(data, settings), prompt)
 
 
 def test_refuses_a_tokenizer_without_a_length(tmp_path: Path) -> None:

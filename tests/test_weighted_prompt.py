@@ -22,11 +22,11 @@ from model.api.resolve import resolve
 from model.errors import RequestRefused
 from model.loading.load import Loaded
 from model.pipeline.loaded_model import LoadedModel
-from model.pipeline.params import GenerationParams
+from model.pipeline.params import GenerationParams, Mask
 from model.pipeline.plan import plan_request
 from model.pipeline.text_to_image import generate
 from model.pipeline.tokenizer import ClipTokenizer
-from model.pipeline.weighted_prompt import parse_weights, weighted_chunks
+from model.pipeline.weighted_prompt import parse_weights, plain_chunks, weighted_chunks
 from model.store.precision import FP32
 from tests.conftest import MODEL_FOLDER
 from tests.support.reference import Reference
@@ -321,7 +321,7 @@ def test_number_of_chunks(words: int, chunks: int, loaded: Loaded) -> None:
     settings = tokenizer.settings
     assert {(ids[0], settings.eos_token_id in ids) for ids in found.ids} == {(settings.bos_token_id, True)}
     if words == 151:
-        assert found.ids[3] == tokenizer.encode("")[0]
+        assert [found.ids[3]] == plain_chunks(tokenizer, "").ids
 
 
 def test_warns_of_the_text_that_does_not_fit(loaded: Loaded) -> None:
@@ -334,6 +334,21 @@ def test_warns_of_the_text_that_does_not_fit(loaded: Loaded) -> None:
     assert [text.partition(";")[0] for text in plain] == [
         f"{name}: the text encoders read 77 tokens" for name in ("prompt", "negative_prompt")
     ]
+
+
+@pytest.mark.parametrize("syntax", ["plain", "weighted"])
+def test_warns_of_constructs_of_other_programs(syntax: str, loaded: Loaded) -> None:
+    prompts = {"prompt": "a red circle <lora:style:0.8>", "negative_prompt": "a [red:blue:0.5] square"}
+    mask = Mask(np.full((128, 128), 255, np.uint8), "a BREAK", prompts["negative_prompt"], 1.0)
+    params = params_of(loaded, prompt_syntax=syntax, **prompts)
+    found = plan_request(loaded.model, params).warnings
+    assert [warning.rpartition(": ")[0] for warning in found] == [
+        "prompt: read as text, not as an adapter",
+        "negative_prompt: read as text, not as a change of the prompt between steps",
+    ]
+    masked = replace(params, image=np.zeros((128, 128, 3), np.uint8), masks=(mask,), strength=1.0)
+    first = plan_request(loaded.model, masked).warnings[0]
+    assert first.startswith('masks.0.prompt: read as text, not as the end of a chunk: "BREAK"')
 
 
 # -- fuzz -------------------------------------------------------------------------------------------------------------
@@ -378,7 +393,5 @@ def test_every_prompt_is_refused_or_gives_an_image(toy: LoadedModel, loaded: Loa
 def test_tokenizes_fragments_like_transformers(loaded: Loaded, tokenizers: list[CLIPTokenizer]) -> None:
     tokenizer: ClipTokenizer = loaded.model.tokenizers["tokenizer"]
     for text in ("red", " red", "a, circle ", "", "caf\u00e9 \u6f22"):
-        ids, dropped = tokenizer.encode_fragment(text, 75)
-        assert ids == tokenizers[0](text, add_special_tokens=False).input_ids and dropped.tokens == 0
-    ids, dropped = tokenizer.encode_fragment("red green blue", 1)
-    assert len(ids) == 1 and (dropped.text.strip(), dropped.tokens) == ("green blue", 2)
+        ids = [id for piece in tokenizer.pieces(text) for id in piece.ids]
+        assert ids == tokenizers[0](text, add_special_tokens=False).input_ids

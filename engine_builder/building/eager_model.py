@@ -22,7 +22,7 @@ from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import Control, GenerationParams, ImagePrompt
 from model.pipeline.spec import components_of, find_component, model_parts
 from model.pipeline.text_to_image import generate
-from model.pipeline.tokenizer import ClipTokenizer, TokenizerSettings
+from model.pipeline.tokenizer import open_tokenizer
 from model.store.manifest import ModelFacts, TokenizerRecord
 from model.store.precision import Precision
 from model.store.store import Store
@@ -39,7 +39,10 @@ def open_eager_model(
     """Return a model of engines in eager PyTorch, by component. The tokenizers are read from the store."""
     return LoadedModel(
         engines={name: EngineSet([engine]) for name, engine in engines.items()},
-        tokenizers={name: _open_tokenizer(store, record) for name, record in tokenizers.items()},
+        tokenizers={
+            name: open_tokenizer(store.get(record.blob.sha256, record.blob.bytes).read_bytes(), record)
+            for name, record in tokenizers.items()
+        },
         noise_schedules=dict(schedulers),
         settings=facts,
         device=torch.device(device),
@@ -101,8 +104,3 @@ def resolve_for(model: LoadedModel, request: GenerationRequest) -> GenerationPar
         defaults=read_defaults({}),
     )
     return resolve(request, served)
-
-
-def _open_tokenizer(store: Store, record: TokenizerRecord) -> ClipTokenizer:
-    settings = TokenizerSettings(record.max_length, record.bos_token_id, record.eos_token_id, record.pad_token_id)
-    return ClipTokenizer(store.get(record.blob.sha256, record.blob.bytes).read_bytes(), settings)

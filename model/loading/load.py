@@ -30,9 +30,9 @@ from model.loading.served import ServedModel, ServedRelease, served_model
 from model.loading.target import Target
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.spec import ADDED_COMPONENTS, COMPONENTS, UNET, UNET_LORA, find_component
-from model.pipeline.tokenizer import ClipTokenizer, TokenizerSettings
+from model.pipeline.tokenizer import ClipTokenizer, open_tokenizer
 from model.settings import ServedBucket, ServedPrecision
-from model.store.manifest import Blob, EngineRecord, Fp16Steps, TokenizerRecord, WeightsRecord
+from model.store.manifest import Blob, EngineRecord, Fp16Steps, WeightsRecord
 from model.store.precision import FP16, Precision
 from model.store.signature import PublicKey, check_signature
 from model.store.store import Store
@@ -134,7 +134,8 @@ def load_release(
             contents = _read_blobs(store, selection)
         with cold_start.phase("tokenizers"):
             tokenizers: dict[str, ClipTokenizer] = {
-                name: _open_tokenizer(contents, record) for name, record in manifest.tokenizers.items()
+                name: open_tokenizer(contents[record.blob.sha256], record)
+                for name, record in manifest.tokenizers.items()
             }
         with cold_start.phase("weights"):
             tensors = {
@@ -234,10 +235,6 @@ def _blobs_before_engines(selection: Selection) -> list[Blob]:
     """
     plans = {e.blob.sha256 for records in selection.engines.values() for e in records if e.holds_weights}
     return [blob for blob in selection.blobs(weights=False) if blob.sha256 not in plans]
-
-
-def _open_tokenizer(contents: Mapping[str, bytes], record: TokenizerRecord) -> ClipTokenizer:
-    return ClipTokenizer(contents[record.blob.sha256], TokenizerSettings(**record.model_dump(exclude={"blob"})))
 
 
 def open_engine(

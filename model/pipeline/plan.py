@@ -18,6 +18,7 @@ from model.pipeline.encode import LatentDistribution
 from model.pipeline.guidance import scale_by_step
 from model.pipeline.loaded_model import LoadedModel, LoopKey
 from model.pipeline.params import REPAINTED_LEVEL, GenerationParams, ImagePrompt
+from model.pipeline.prompt_warnings import prompt_warnings
 from model.pipeline.spec import BASE, REFINER, UNET, UNET_LORA, Denoiser
 from model.pipeline.tokenizer import ClipTokenizer
 from model.pipeline.weighted_prompt import Chunks, plain_chunks, weighted_chunks
@@ -345,11 +346,11 @@ def _warnings(
     read = model.tokenizers[_last_tokenizer(model)].settings.max_length
     if params.prompt_syntax == "weighted":
         read = (read - 2) * model.max_text_chunks
+    prompts = (params.prompt, params.negative_prompt or "")
     warnings = [
-        f"{name}: the text encoders read {read} tokens; the last {text.dropped_tokens} were left out: "
-        f"{text.dropped[:200]!r}"
-        for name, text in zip(prompt_fields, texts, strict=True)
-        if text.dropped_tokens
+        warning
+        for name, prompt, text in zip(prompt_fields, prompts, texts, strict=True)
+        for warning in prompt_warnings(name, prompt, params.prompt_syntax, text, read)
     ]
     if params.negative_prompt and params.guidance_scale > 1 and embeds_guidance(model, BASE):
         refiner_reads_it = params.use_refiner and last_schedule.steps and not embeds_guidance(model, REFINER)

@@ -1,18 +1,20 @@
 """CLIP tokenization with the `tokenizers` library alone: importing transformers takes seconds of a cold start.
 
 The ids equal those of `transformers.CLIPTokenizer` for the same folder, for unusual prompts too. The rules
-(lower-casing, byte pairs, special tokens) are data in the release's tokenizer.json. This module only truncates and pads
-ids, and reports the text that did not fit. The tokens of textual inversion are in the same file.
+(lower-casing, byte pairs, special tokens) are data in the release's tokenizer.json. The tokens of textual inversion are
+a value of their own, token -> ids. Releases of older versions have them in tokenizer.json.
+`model.pipeline.weighted_prompt` divides the ids into chunks.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tokenizers import Encoding, Tokenizer
+from tokenizers import AddedToken, Encoding, Tokenizer
 
 from model.errors import MissingComponent
+from model.store.manifest import TokenizerRecord
 
 _TEST_PROMPT = "A photo, caf\u00e9 \u6f22 \U0001f600 in 4K!?"
 
@@ -39,21 +41,29 @@ class TokenizerSettings:
     pad_token_id: int
 
 
-class Dropped(NamedTuple):
-    """The end of a text that did not fit, as typed, and the number of its tokens."""
+class Piece(NamedTuple):
+    """Ids that stay together: one token's, or those of all vectors of an embedding. It is `text[start:stop]`."""
 
-    text: str
-    tokens: int
+    ids: tuple[int, ...]
+    start: int
+    stop: int
+    is_embedding: bool
 
 
 class ClipTokenizer:
     """One tokenizer of a release. Thread-safe: encoding changes no state.
 
-    `tokenizer_json`: the bytes that `engine_builder.checkpoints.tokenizers.export_tokenizer` writes. Raises
-    MissingComponent if they cannot be read or disagree with `settings`.
+    `tokenizer_json`: the bytes that `engine_builder.checkpoints.tokenizers.export_tokenizer` writes. `embeddings`: the
+    ids of the vectors of each token of textual inversion. Raises MissingComponent if the file cannot be read or
+    disagrees with `settings`, or has a token of `embeddings`.
+
+    The library finds the tokens of embeddings after its own normalization, in a word too. Where several begin at one
+    character, the longest is taken, as in transformers.
     """
 
-    def __init__(self, tokenizer_json: bytes, settings: TokenizerSettings) -> None:
+    def __init__(
+        self, tokenizer_json: bytes, settings: TokenizerSettings, embeddings: Mapping[str, Sequence[int]] | None = None
+    ) -> None:
         with _as_missing_component():
             self._tokenizer: Tokenizer = Tokenizer.from_buffer(tokenizer_json)
         # The file may have padding and truncation switched on.
@@ -73,63 +83,59 @@ class ClipTokenizer:
             raise MissingComponent(
                 f"The release's tokenizer has no token {settings.pad_token_id}, which its settings state for padding."
             )
+        self._json = tokenizer_json
         with _as_missing_component():
-            self._expansions = _expansions(self._tokenizer)
+            # The library's id of each embedding's token -> the ids of its vectors.
+            self._embeddings = _embeddings_in(self._tokenizer)
+            added = (token.content for token in self._tokenizer.get_added_tokens_decoder().values())
+            self._added = {self.normalize(token): token for token in added}
+            for token, of_token in (embeddings or {}).items():
+                if (known := self.equal_token(token)) is not None:
+                    raise MissingComponent(f"The embedding's token {token!r:.80} is the tokenizer's {known!r:.80}.")
+                self._tokenizer.add_tokens([AddedToken(token, normalized=True, special=False)])
+                added_id = self._tokenizer.token_to_id(token)
+                assert added_id is not None
+                self._added[self.normalize(token)] = token
+                self._embeddings[added_id] = tuple(of_token)
 
-    def encode(self, text: str) -> tuple[list[int], int]:
-        """Return the prompt's ids, exactly `max_length` of them, and the number of dropped tokens.
+    def with_embeddings(self, embeddings: Mapping[str, Sequence[int]]) -> "ClipTokenizer":
+        """Return this tokenizer with other embeddings than those that were given to it. Raises MissingComponent."""
+        return ClipTokenizer(self._json, self.settings, embeddings)
 
-        A prompt that is too long loses its last tokens, except the end token.
-        """
-        with _as_missing_component():
-            ids = self._tokenizer.encode(self._expand(text)).ids
-        limit = self.settings.max_length
-        dropped = max(0, len(ids) - limit)
-        if dropped:
-            ids = ids[: limit - 1] + [self.settings.eos_token_id]
-        return ids + [self.settings.pad_token_id] * (limit - len(ids)), dropped
-
-    def encode_fragment(self, text: str, limit: int) -> tuple[list[int], Dropped]:
-        """Return the first `limit` ids of a part of a prompt, without begin and end tokens, and what was dropped."""
-        text = self._expand(text)
+    def pieces(self, text: str) -> list[Piece]:
+        """Encode a text, without begin token, end token and padding."""
         with _as_missing_component():
             encoding: Encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        ids = encoding.ids
-        if len(ids) <= limit:
-            return ids, Dropped("", 0)
-        first_dropped, _ = encoding.offsets[limit]
-        return ids[:limit], Dropped(text[first_dropped:], len(ids) - limit)
+        return [
+            Piece(self._embeddings.get(token, (token,)), start, stop, token in self._embeddings)
+            for token, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)
+        ]
 
-    def dropped_text(self, text: str) -> str:
-        """Return the end of `text`, as typed, from the first dropped token on; "" if all tokens fit."""
-        text = self._expand(text)
-        encoding: Encoding = self._tokenizer.encode(text)
-        limit = self.settings.max_length
-        if len(encoding.ids) <= limit:
-            return ""
-        first_dropped, _ = encoding.offsets[limit - 1]
-        return text[first_dropped:].strip()
+    def equal_token(self, token: str) -> str | None:
+        """Return the token that a prompt with `token` means already: its equal after normalization, else None."""
+        normalized = self.normalize(token)
+        in_vocabulary = (known for known in (token, normalized) if self._tokenizer.token_to_id(known) is not None)
+        return self._added.get(normalized) or next(in_vocabulary, None)
 
-    def _expand(self, text: str) -> str:
-        """Return a text in which each token of several vectors is followed by its further tokens.
-
-        As diffusers' `maybe_convert_prompt`.
-        """
-        if self._expansions:
-            found = set(self._tokenizer.encode(text, add_special_tokens=False).tokens)
-            for token in sorted(found & self._expansions.keys()):
-                text = text.replace(token, self._expansions[token])
-        return text
+    def normalize(self, text: str) -> str:
+        """Return a text as the tokenizer reads it: NFC, one space for whitespace, lower case."""
+        normalizer = self._tokenizer.normalizer
+        return text if normalizer is None else str(normalizer.normalize_str(text))
 
 
-def _expansions(tokenizer: Tokenizer) -> Mapping[str, str]:
-    """Return for each added token of several vectors the tokens of all of them: "token token_1 token_2"."""
-    added = {token.content for token in tokenizer.get_added_tokens_decoder().values() if not token.special}
-    expansions = {}
+def open_tokenizer(tokenizer_json: bytes, record: TokenizerRecord) -> ClipTokenizer:
+    """Return the tokenizer of a release, from its blob. Raises MissingComponent."""
+    settings = TokenizerSettings(record.max_length, record.bos_token_id, record.eos_token_id, record.pad_token_id)
+    return ClipTokenizer(tokenizer_json, settings, record.embeddings)
+
+
+def _embeddings_in(tokenizer: Tokenizer) -> dict[int, tuple[int, ...]]:
+    """Return the embeddings in tokenizer.json: added tokens, of which "token_1", "token_2" are further vectors."""
+    added = {token.content: id for id, token in tokenizer.get_added_tokens_decoder().items() if not token.special}
+    embeddings = {}
     for token in added:
         tokens = [token]
         while (further := f"{token}_{len(tokens)}") in added:
             tokens.append(further)
-        if len(tokens) > 1:
-            expansions[token] = " ".join(tokens)
-    return expansions
+        embeddings[added[token]] = tuple(added[name] for name in tokens)
+    return embeddings

@@ -11,14 +11,13 @@ Brackets nest, and their factors are multiplied. A bracket without an end reache
 without a beginning is text. Imports no torch.
 """
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from model.engines.signatures import TEXT_CHUNK_COUNTS
 from model.errors import RequestRefused
-from model.pipeline.tokenizer import ClipTokenizer
+from model.pipeline.tokenizer import ClipTokenizer, Piece
 from model.validation import MAX_PROMPT_WEIGHT, format_value
 
 _BRACKET = 1.1
@@ -33,47 +32,78 @@ class Chunks:
     ids: for each chunk the ids of one call of a text encoder, with begin, end and padding.
     weights: for each chunk one weight for each id; None: all are 1.
     dropped: the text that did not fit, "" if all of it did, and the number of its tokens.
+    uncut: the embedding that `dropped` begins with although some of its vectors would fit; "" without one.
+    inside: the embeddings that are a part of a longer word, each with that word, as typed.
     """
 
     ids: list[list[int]]
     weights: list[list[float]] | None = None
     dropped: str = ""
     dropped_tokens: int = 0
+    uncut: str = ""
+    inside: tuple[tuple[str, str], ...] = ()
 
 
 def plain_chunks(tokenizer: ClipTokenizer, text: str) -> Chunks:
     """Return one chunk with the first tokens of a text."""
-    ids, dropped = tokenizer.encode(text)
-    return Chunks([ids], dropped=tokenizer.dropped_text(text) if dropped else "", dropped_tokens=dropped)
+    return _chunks(tokenizer, [(text, 1.0)], max_chunks=1)
 
 
 def weighted_chunks(tokenizer: ClipTokenizer, text: str, max_chunks: int, field: str) -> Chunks:
     """Return the chunks of a weighted text: 1, 2 or 4, at most `max_chunks`.
 
-    Each chunk has the begin token, up to max_length - 2 tokens and the end token. Three chunks get an empty fourth one,
-    so that the number divides those of all engines. Raises RequestRefused, which names `field`, for a weight that is
-    out of range or not a number.
+    Three chunks get an empty fourth one, so that the number divides those of all engines. Raises RequestRefused, which
+    names `field`, for a weight that is out of range or not a number.
+    """
+    return _chunks(tokenizer, parse_weights(text, field), max_chunks)
+
+
+def _chunks(tokenizer: ClipTokenizer, fragments: Sequence[tuple[str, float]], max_chunks: int) -> Chunks:
+    """Divide fragments with weights into chunks: begin token, up to max_length - 2 tokens, end token, padding.
+
+    An embedding is never divided: if a chunk has no room for all of its vectors, it begins the next one, as in
+    AUTOMATIC1111's web UI. What follows the last chunk is dropped.
     """
     settings = tokenizer.settings
     size = settings.max_length - 2
-    tokens: list[tuple[int, float]] = []
-    dropped, dropped_tokens = "", 0
-    for fragment, weight in parse_weights(text, field):
-        ids, rest = tokenizer.encode_fragment(fragment, max(0, size * max_chunks - len(tokens)))
-        tokens += [(token, weight) for token in ids]
-        if rest.tokens:
-            dropped, dropped_tokens = dropped + rest.text, dropped_tokens + rest.tokens
-    needed = max(1, math.ceil(len(tokens) / size))
-    count = next(count for count in TEXT_CHUNK_COUNTS if count >= needed)
-    chunks, weights = [], []
-    for start in range(0, size * count, size):
-        chunk = tokens[start : start + size]
-        ids = [settings.bos_token_id, *(token for token, _ in chunk), settings.eos_token_id]
-        padding = settings.max_length - len(ids)
-        chunks.append(ids + [settings.pad_token_id] * padding)
+    chunks: list[list[tuple[int, float]]] = [[]]
+    dropped, dropped_tokens, uncut = "", 0, ""
+    inside: dict[tuple[str, str], None] = {}
+    for fragment, weight in fragments:
+        pieces = tokenizer.pieces(fragment)
+        for number, piece in enumerate(pieces):
+            room = size - len(chunks[-1])
+            is_last = len(chunks) == max_chunks or len(piece.ids) > size
+            if dropped_tokens or (len(piece.ids) > room and is_last):
+                if room and not dropped_tokens:
+                    uncut = fragment[piece.start : piece.stop]
+                dropped += fragment if dropped_tokens else fragment[piece.start :]
+                dropped_tokens += sum(len(rest.ids) for rest in pieces[number:])
+                break
+            if len(piece.ids) > room:
+                chunks.append([])
+            chunks[-1] += [(token, weight) for token in piece.ids]
+            if piece.is_embedding and (word := _longer_word(fragment, piece)):
+                inside[fragment[piece.start : piece.stop], word] = None
+    chunks += [[]] * (next(count for count in TEXT_CHUNK_COUNTS if count >= len(chunks)) - len(chunks))
+    ids, weights = [], []
+    for chunk in chunks:
+        padding = size - len(chunk)
+        begin, end = settings.bos_token_id, settings.eos_token_id
+        ids.append([begin, *(token for token, _ in chunk), end, *[settings.pad_token_id] * padding])
         weights.append([1.0, *(weight for _, weight in chunk), 1.0, *[1.0] * padding])
-    is_weighted = any(weight != 1 for _, weight in tokens)
-    return Chunks(chunks, weights if is_weighted else None, dropped.strip(), dropped_tokens)
+    is_weighted = any(weight != 1 for of_chunk in weights for weight in of_chunk)
+    return Chunks(ids, weights if is_weighted else None, dropped.strip(), dropped_tokens, uncut, tuple(inside))
+
+
+def _longer_word(text: str, piece: Piece) -> str:
+    """Return the word that an embedding's token is a part of: two letters meet at an end of the token. Else ""."""
+    before, token, after = text[: piece.start], text[piece.start : piece.stop], text[piece.stop :]
+    if not any(a.isalpha() and b.isalpha() for a, b in ((before[-1:], token[:1]), (token[-1:], after[:1]))):
+        return ""
+    word_before, word_after = re.match(r"\w*", before[::-1]), re.match(r"\w*", after)
+    assert word_before is not None and word_after is not None
+    return word_before[0][::-1] + token + word_after[0]
 
 
 def parse_weights(text: str, field: str = "prompt") -> list[tuple[str, float]]:

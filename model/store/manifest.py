@@ -18,9 +18,9 @@ from pydantic import (
 )
 
 from model.store.precision import Dtype, PrecisionField, StorageDtype
-from model.validation import MAX_STEPS
+from model.validation import MAX_EMBEDDING_ROWS, MAX_STEPS
 
-SCHEMA_VERSION = 4  # the newest. A release states the oldest that has all its entries, so that older servers read it
+SCHEMA_VERSION = 5  # the newest. A release states the oldest that has all its entries, so that older servers read it
 BLOB_LIMIT = 256 * 2**20  # bytes; weights are cut at this size so that hashing, fetching and copying run in parallel
 ENGINE_LIMIT = 16 * 2**30  # bytes, the limit of every blob; a plan that holds SDXL's weights in fp16 has 5 GiB
 MANIFEST_LIMIT = 4 * 2**20  # bytes; 36 buckets on three targets take 1 MiB, and parsed JSON many times its size
@@ -35,6 +35,7 @@ Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Symbol = Annotated[str, StringConstraints(pattern=r"^(rows|height|width|tokens|(height|width)/[1-9][0-9]{0,2})$")]
 Dimension = Size | Symbol
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+EmbeddingToken = Annotated[str, StringConstraints(pattern=r"^[^\s\x00-\x1f]{1,64}$")]
 Runtime = Literal["aot_inductor", "tensorrt", "tensorrt-rtx"]
 Family = Literal["sdxl", "sd"]  # the pipelines that `model.pipeline.spec` describes; "sd" is Stable Diffusion 1 and 2
 Sentence = Annotated[str, StringConstraints(pattern=r"^[ -~]{1,300}$")]
@@ -293,13 +294,41 @@ class WeightsRecord(Record):
 
 
 class TokenizerRecord(Record):
-    """A tokenizer.json of the `tokenizers` library, and the numbers that CLIP needs in addition."""
+    """A tokenizer.json of the `tokenizers` library, and the numbers that CLIP needs in addition.
+
+    `embeddings`: each token of textual inversion -> the rows of its vectors in the text encoders' tables of tokens.
+    Releases of versions before schema 5 have these tokens in tokenizer.json.
+    """
 
     blob: Blob
     max_length: Annotated[int, Field(ge=2, le=2**16)]
     pad_token_id: TokenId
     bos_token_id: TokenId
     eos_token_id: TokenId
+    embeddings: (
+        Annotated[
+            dict[EmbeddingToken, Annotated[tuple[TokenId, ...], Field(min_length=1)]],
+            Field(min_length=1, max_length=MAX_EMBEDDING_ROWS),
+        ]
+        | None
+    ) = None
+
+    @property
+    def chunk_tokens(self) -> int:
+        """The tokens of a chunk between its begin and end tokens: 75."""
+        return self.max_length - 2
+
+    @model_serializer(mode="wrap")
+    def _omit_embeddings(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Omit missing embeddings, which older versions do not support, so that they can read the record."""
+        entries: dict[str, Any] = write(self)
+        return {key: value for key, value in entries.items() if value is not None}
+
+    @model_validator(mode="after")
+    def _check_embeddings(self) -> "TokenizerRecord":
+        if any(len(ids) > self.chunk_tokens for ids in (self.embeddings or {}).values()):
+            raise ValueError(f"an embedding has more vectors than a chunk has tokens, {self.chunk_tokens}")
+        return self
 
     @model_validator(mode="after")
     def _check_blob(self) -> "TokenizerRecord":
@@ -403,7 +432,7 @@ class Manifest(Record):
     release by that number. Some releases with entries of schema 2 state 1.
     """
 
-    schema_version: Literal[1, 2, 3, 4] = 1
+    schema_version: Literal[1, 2, 3, 4, 5] = 1
     model: Name
     version: Name
     family: Family
@@ -443,7 +472,9 @@ class Manifest(Record):
 
     @property
     def required_schema(self) -> int:
-        """The oldest schema that has all entries of this release."""
+        """The oldest schema that has all entries of this release. Schema 5 added a tokenizer's `embeddings`."""
+        if any(record.embeddings for record in self.tokenizers.values()):
+            return 5
         is_new = self.validation is not None or self.fp16_steps is not None
         return max([2 if is_new else 1, *(engine.required_schema for engine in self.engines)])
 

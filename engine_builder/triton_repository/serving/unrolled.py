@@ -37,6 +37,7 @@ from model.errors import RequestRefused
 from model.images.encode import broken_image, to_levels
 from model.pipeline.decode import decode_latents
 from model.pipeline.spec import BASE, UNET
+from model.pipeline.weighted_prompt import plain_chunks
 from model.store.manifest import Signature
 
 
@@ -50,7 +51,8 @@ class Tokenize(PipelineModel):
             negative = None if negatives is None else _text(negatives[index], "negative_prompt")
             params = self.params(prompt=_text(prompt, "prompt"), negative_prompt=negative)
             texts = [params.prompt, params.negative_prompt or ""][: self.texts]
-            ids = [[tokenizer.encode(text)[0] for text in texts] for tokenizer in self.model.tokenizers.values()]
+            tokenizers = self.model.tokenizers.values()
+            ids = [[plain_chunks(tokenizer, text).ids[0] for text in texts] for tokenizer in tokenizers]
             tokens.append(torch.tensor(ids))
         given = torch.full((len(tokens), 1), int(negatives is not None), dtype=torch.int32)
         return {TOKENS: torch.stack(tokens), NEGATIVE_GIVEN: given}

@@ -1,0 +1,90 @@
+"""Warnings about a prompt: text that did not fit, embeddings in unexpected places, constructs of other programs.
+
+The table has constructs of AUTOMATIC1111's web UI (`modules/prompt_parser.py`, `modules/extra_networks.py`) and of
+ComfyUI that have no meaning here, and the weights that only the syntax `weighted` has. Imports no torch.
+"""
+
+import re
+from dataclasses import dataclass
+
+from model.pipeline.weighted_prompt import Chunks
+from model.validation import PromptSyntax, format_value
+
+_MAX_NAMED = 3  # of one kind in a text
+_NUMBER = r"\s*[+-]?(?:\d+(?:\.\d*)?|\.\d+)\s*"
+# The colon and number at the end of a bracket. A ratio or a time, such as 16:9, is text.
+_COLON_NUMBER = rf"(?:(?<!\d):{_NUMBER}|:\s*[+-]?\d*\.\d+\s*)"
+_WEIGHT = ("a weight", "Set `prompt_syntax` to weighted to give a part of the prompt a weight.")
+_SCHEDULE = ("a change of the prompt between steps", "Write one of its texts.")
+
+
+@dataclass(frozen=True)
+class _Construct:
+    """One row: what it looks like, what it means elsewhere, what to do here, and the syntaxes without that meaning."""
+
+    pattern: str
+    meaning: str
+    remedy: str
+    syntaxes: tuple[PromptSyntax, ...] = ("plain", "weighted")
+
+
+# In this order: what a row has found is hidden from later ones.
+_CONSTRUCTS = (
+    _Construct(r"(?i)<\s*(?:lora|lyco)\s*:[^<>]*>", "an adapter", "Name adapters in the field `loras`."),
+    _Construct(r"(?i)<\s*hypernet\s*:[^<>]*>", "a hypernetwork", "Remove it: hypernetworks are not supported."),
+    _Construct(
+        r"(?i)(?<!\w)embedding:[^\s,()\[\]<>:]+", "an embedding in ComfyUI", "Write the embedding's token alone."
+    ),
+    _Construct(
+        r"(?<![\w-])BREAK(?![\w-])",
+        "the end of a chunk",
+        "Remove it. With `prompt_syntax` weighted, a long prompt has chunks of 75 tokens.",
+    ),
+    _Construct(r"(?<![\w-])AND(?![\w-])", "a sum of prompts", "Write one prompt, with the word in lower case."),
+    _Construct(rf"\[[^\[\]]*{_COLON_NUMBER}\]|{_COLON_NUMBER}\]", *_SCHEDULE),
+    _Construct(r"\[[^\[\]|]*\|[^\[\]]*\]?|\|[^\[\]|]*\]", *_SCHEDULE),
+    _Construct(rf"\([^()]*{_COLON_NUMBER}\)", *_WEIGHT, syntaxes=("plain",)),
+    _Construct(r"\({2,}[^()]*\)*", *_WEIGHT, syntaxes=("plain",)),
+    _Construct(r"\[[^\[\]]+\]", *_WEIGHT, syntaxes=("plain",)),
+)
+
+
+def prompt_warnings(field: str, prompt: str, syntax: PromptSyntax, chunks: Chunks, read: int) -> list[str]:
+    """Describe what of a prompt was not followed. `field`: of the request. `read`: the tokens that encoders read."""
+    warnings = []
+    if chunks.dropped_tokens:
+        warnings.append(
+            f"{field}: the text encoders read {read} tokens; the last {chunks.dropped_tokens} were left out: "
+            f"{chunks.dropped[:200]!r}"
+        )
+    if chunks.uncut:
+        warnings.append(
+            f"{field}: the embedding {format_value(chunks.uncut)} was left out as a whole, because not all of its "
+            "vectors fit. Write it earlier."
+        )
+    for token, word in chunks.inside[:_MAX_NAMED]:
+        warnings.append(
+            f"{field}: the embedding {format_value(token)} was used within the word {format_value(word)}. Put a space "
+            "between them, or write another word."
+        )
+    return warnings + _construct_warnings(field, prompt, syntax)
+
+
+def _construct_warnings(field: str, text: str, syntax: PromptSyntax) -> list[str]:
+    r"""Describe the constructs of a prompt that have no meaning in this syntax. `field`: of the request.
+
+    A character after a backslash, as in `\(`, is text.
+    """
+    found: dict[tuple[str, str], dict[str, None]] = {}
+    hidden = re.sub(r"\\.", "\0\0", text, flags=re.DOTALL)
+    for row in _CONSTRUCTS:
+        if syntax in row.syntaxes:
+            for match in re.finditer(row.pattern, hidden):
+                found.setdefault((row.meaning, row.remedy), {})[text[slice(*match.span())]] = None
+            hidden = re.sub(row.pattern, lambda match: "\0" * len(match[0]), hidden)
+    warnings = []
+    for (meaning, remedy), texts in found.items():
+        named = ", ".join(map(format_value, [*texts][:_MAX_NAMED]))
+        more = f" and {len(texts) - _MAX_NAMED} more" if len(texts) > _MAX_NAMED else ""
+        warnings.append(f"{field}: read as text, not as {meaning}: {named}{more}. {remedy}")
+    return warnings

@@ -1,0 +1,109 @@
+"""Warnings that name what a prompt has and this deployment does not follow."""
+
+import itertools
+from typing import Literal
+
+import pytest
+
+from model.pipeline.prompt_warnings import prompt_warnings
+from model.pipeline.weighted_prompt import Chunks
+
+Syntax = Literal["plain", "weighted"]
+SYNTAXES: tuple[Syntax, ...] = ("plain", "weighted")
+LORA, HYPERNETWORK = "not as an adapter: {}. Name adapters in the field `loras`", "not as a hypernetwork: {}. Remove it"
+CHUNK, SUM = "not as the end of a chunk: {}. Remove it", "not as a sum of prompts: {}. Write one prompt"
+STEPS = "not as a change of the prompt between steps: {}. Write one of its texts"
+EMBEDDING = "not as an embedding in ComfyUI: {}. Write the embedding's token alone"
+WEIGHT = "not as a weight: {}. Set `prompt_syntax` to weighted"
+
+# Prompt, what the warning says, what it names.
+IN_BOTH = [
+    ("a red circle <lora:style:0.8>", LORA, '"<lora:style:0.8>"'),
+    ("<lora:a b>, x", LORA, '"<lora:a b>"'),
+    ("< LoRA : a:1:0.5:lbw=OUTALL >", LORA, '"< LoRA : a:1:0.5:lbw=OUTALL >"'),
+    ("<lyco:style:0.8>", LORA, '"<lyco:style:0.8>"'),
+    ("<lora:a:1> <lora:b:1> <lora:a:1>", LORA, '"<lora:a:1>", "<lora:b:1>"'),
+    ("".join(f"<lora:{n}:1>" for n in "abcde"), LORA, '"<lora:a:1>", "<lora:b:1>", "<lora:c:1>" and 2 more'),
+    ("<hypernet:style:0.5>", HYPERNETWORK, '"<hypernet:style:0.5>"'),
+    ("a red circle BREAK a white background", CHUNK, '"BREAK"'),
+    ("a red circle,BREAK, b", CHUNK, '"BREAK"'),
+    ("a red circle AND a blue square :1.2", SUM, '"AND"'),
+    ("a [red:blue:0.5] circle", STEPS, '"[red:blue:0.5]"'),
+    ("a [red::0.5] circle", STEPS, '"[red::0.5]"'),
+    ("a [:red:5] circle", STEPS, '"[:red:5]"'),
+    ("a [red: 0.5 ] circle", STEPS, '"[red: 0.5 ]"'),
+    ("a [dog 2:cat 3:.5]", STEPS, '"[dog 2:cat 3:.5]"'),
+    ("[[a::1]:b:0.5]", STEPS, '"[a::1]", ":0.5]"'),
+    ("a [red|blue] circle", STEPS, '"[red|blue]"'),
+    ("a [red|blue|] circle", STEPS, '"[red|blue|]"'),
+    ("embedding:easynegative, x", EMBEDDING, '"embedding:easynegative"'),
+    ("Embedding:folder/bad-hands.pt", EMBEDDING, '"Embedding:folder/bad-hands.pt"'),
+]
+IN_PLAIN = [
+    ("a (red:1.5) circle", WEIGHT, '"(red:1.5)"'),
+    ("a (red: 2 ) circle", WEIGHT, '"(red: 2 )"'),
+    ("a (figure 8:1.3)", WEIGHT, '"(figure 8:1.3)"'),
+    ("a ((red)) circle", WEIGHT, '"((red))"'),
+    ("a [red] circle", WEIGHT, '"[red]"'),
+    ("((a)), (b:0.5), [c]", WEIGHT, '"(b:0.5)", "((a))", "[c]"'),
+]
+IN_NONE = [
+    "a red circle",
+    "salt and pepper, and a break, breaks, AND1, BREAKFAST, R-AND-D, BAND",
+    r"ciloranko \(artist\), \[x\], \(a:1.3\), \[a:b:0.5\], \[a|b\], \<lora\:x\>",
+    "a (large) circle (at 10:30), (16:9), (Genesis 1:3): one | two",
+    "<cat> and <ink> :) a:b",
+    "word embedding: a picture of vectors",
+]
+
+
+def of(prompt: str, syntax: Syntax) -> list[str]:
+    return prompt_warnings("masks.1.negative_prompt", prompt, syntax, Chunks([]), 77)
+
+
+@pytest.mark.parametrize(("prompt", "message", "named"), IN_BOTH + IN_PLAIN)
+@pytest.mark.parametrize("syntax", SYNTAXES)
+def test_names_constructs_without_a_meaning(syntax: Syntax, prompt: str, message: str, named: str) -> None:
+    if syntax == "weighted" and (prompt, message, named) in IN_PLAIN:
+        assert of(prompt, syntax) == []
+        return
+    [warning] = of(prompt, syntax)
+    assert warning.startswith(f"masks.1.negative_prompt: read as text, {message.format(named)}")
+
+
+@pytest.mark.parametrize("prompt", IN_NONE)
+@pytest.mark.parametrize("syntax", SYNTAXES)
+def test_ordinary_text_has_no_warning(syntax: Syntax, prompt: str) -> None:
+    assert of(prompt, syntax) == []
+
+
+def test_each_construct_has_its_warning() -> None:
+    warnings = of("<lora:a:1> BREAK [a:b:3] AND ((c)) embedding:d [e|f]", "plain")
+    expected = (LORA, EMBEDDING, CHUNK, SUM, STEPS, WEIGHT)
+    assert len(warnings) == len(expected)
+    for warning, message in zip(warnings, expected, strict=True):
+        assert message.partition(":")[0] in warning
+
+
+@pytest.mark.parametrize(
+    "parts", [*itertools.product(["", "[", "(", "<lora:", "(:"], ["[", "|", ":1", ": ", "1", "\\"])]
+)
+def test_long_prompts_are_searched_in_linear_time(parts: tuple[str, str]) -> None:
+    """A search that goes back over the text would take minutes for one of these."""
+    begin, repeated = parts
+    assert isinstance(of(begin + repeated * (4000 // len(repeated)), "plain"), list)
+
+
+def test_names_an_embedding_that_does_not_fit() -> None:
+    chunks = Chunks([], dropped="<e> red", dropped_tokens=4, uncut="<e>")
+    assert prompt_warnings("prompt", "", "plain", chunks, 77) == [
+        "prompt: the text encoders read 77 tokens; the last 4 were left out: '<e> red'",
+        'prompt: the embedding "<e>" was left out as a whole, because not all of its vectors fit. Write it earlier.',
+    ]
+
+
+def test_names_embeddings_within_words() -> None:
+    chunks = Chunks([], inside=(("cat", "cats"), ("a", "ab"), ("c", "cd"), ("e", "ef")))
+    warnings = prompt_warnings("prompt", "", "weighted", chunks, 77)
+    assert warnings[0].startswith('prompt: the embedding "cat" was used within the word "cats". Put a space')
+    assert len(warnings) == 3
