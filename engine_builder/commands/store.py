@@ -128,17 +128,17 @@ def add_lora(
 
 def add_embedding(
     release: Annotated[str, typer.Argument(help="MODEL/VERSION, built with --embedding-rows.")],
-    embeddings: Annotated[list[str], typer.Argument(help="TOKEN=FILE of each embedding of textual inversion.")],
+    embeddings: Annotated[list[str], typer.Argument(help="TOKEN=FILE or TOKEN=FILE,FILE of each embedding.")],
     store: StoreOption = DEFAULT_STORE,
     sign: Annotated[Path | None, typer.Option(help="Private key file from `preheat keygen`.")] = None,
     cache_dir: CacheOption = None,
 ) -> None:
     """Publish the next version of a release with embeddings, whose tokens prompts may use."""
-    from engine_builder.embeddings.add import add_embeddings, parse_embedding
+    from engine_builder.embeddings.add import add_embeddings, parse_embeddings
     from engine_builder.releases.signing import read_key
 
     private_key = read_key(sign) if sign else None
-    files = dict(map(parse_embedding, embeddings))
+    files = parse_embeddings(embeddings)
     manifest = add_embeddings(open_cli_store(store, cache_dir), release, files, private_key)
     console.print(f"Published [bold]{plain(manifest.name)}[/] with {plain(', '.join(files))}.", soft_wrap=True)
 

@@ -1,42 +1,44 @@
 """Add embeddings of textual inversion to a release, as a new version of it. Compiles nothing.
 
-The vectors are written to free rows of the text encoders' tables of tokens (`preheat build --embedding-rows`), and the
-tokens to the tokenizers. A token of several vectors is as many tokens: "token", "token_1", "token_2", as in diffusers.
-Everything else is shared with the release.
+The vectors are written to free rows of the text encoders' tables of tokens (`preheat build --embedding-rows`). The
+manifest has each token with its rows. Everything else is shared with the release.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors.torch import load, save
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 
 from engine_builder.backends.built import put_blob
-from engine_builder.embeddings.read import BadEmbedding, read_embedding
+from engine_builder.embeddings.read import ONE_FILE_EACH, BadEmbedding, describe_width, read_embedding
 from engine_builder.releases.signing import sign
 from engine_builder.stores.store import WritableStore
 from model.pipeline.spec import BASE, REFINER
-from model.store.manifest import Manifest, WeightsRecord
+from model.pipeline.tokenizer import open_tokenizer
+from model.store.manifest import Manifest, TokenizerRecord, WeightsRecord
 from model.store.manifest_json import split_name
 from model.store.store import Store
 
 _TABLE = "embeddings.token_embedding.weight"  # the end of its name, in every text encoder
 _TOKEN = re.compile(r"[^\s\x00-\x1f]{1,64}")
+_TOKEN_REMEDY = "Choose another token, for example <cat>."
 _ROWS_REMEDY = "Build the model with more rows (`preheat build --embedding-rows`) and publish a new release."
 
 
 def add_embeddings(
-    store: WritableStore, release: str, files: Mapping[str, Path], key: Ed25519PrivateKey | None = None
+    store: WritableStore, release: str, files: Mapping[str, Sequence[Path]], key: Ed25519PrivateKey | None = None
 ) -> Manifest:
     """Publish the next version of a release with the embeddings of these files, by token. Returns its manifest.
 
-    key: signs the new release. Raises BadEmbedding, ReleaseNotFound, CorruptBlob or StoreError.
+    files: of each token, one for all text encoders or one for each. key: signs the new release. Raises BadEmbedding,
+    ReleaseNotFound, CorruptBlob or StoreError.
     """
     manifest = store.read_release(release)
     # Tokenizer -> the text encoders that read its ids; the first belongs to the base.
@@ -49,20 +51,25 @@ def add_embeddings(
             f"Release {release} has plans of TensorRT, which hold weights of their own.",
             "Build the model for aot_inductor with `--embedding-rows`.",
         )
-    vectors = {token: read_embedding(path, len(encoders)) for token, path in files.items()}
+    vectors = {token: read_embedding(paths, len(encoders)) for token, paths in files.items()}
     tokenizers, weights = dict(manifest.tokenizers), list(manifest.weights)
     for tokenizer, record in manifest.tokenizers.items():
         index, components = list(encoders).index(tokenizer), encoders[tokenizer]
-        data, rows = _add_tokens(
-            store.get(record.blob.sha256, record.blob.bytes).read_bytes(),
-            {token: of_encoders[index] for token, of_encoders in vectors.items()},
-        )
-        tokenizers[tokenizer] = record.model_copy(update={"blob": put_blob(store, data)})
+        of_tokens = {token: of_encoders[index] for token, of_encoders in vectors.items()}
+        data = store.get(record.blob.sha256, record.blob.bytes).read_bytes()
+        embeddings = _assign_rows(tokenizer, data, record, of_tokens)
+        rows = {
+            row: vector
+            for token, of_token in of_tokens.items()
+            for row, vector in zip(embeddings[token], of_token, strict=True)
+        }
+        tokenizers[tokenizer] = record.model_copy(update={"embeddings": embeddings})
         for position, of_component in enumerate(weights):
             if of_component.component in components:
                 weights[position] = _write_rows(store, release, of_component, rows)
     added = json.loads(manifest.builder.get("embeddings", "{}"))
-    added |= {token: hashlib.sha256(path.read_bytes()).hexdigest() for token, path in files.items()}
+    for token, paths in files.items():
+        added[token] = ",".join(hashlib.sha256(path.read_bytes()).hexdigest() for path in paths)
     changed = manifest.model_copy(
         update={
             "version": _next_version(store, manifest.model),
@@ -73,38 +80,71 @@ def add_embeddings(
             "signature": None,
         }
     )
+    changed = changed.model_copy(update={"schema_version": changed.required_schema})
     if key is not None:
         changed = sign(changed, key)
     store.write_release(changed)
     return changed
 
 
-def parse_embedding(text: str) -> tuple[str, Path]:
-    """Parse "TOKEN=FILE". Raises BadEmbedding."""
-    token, _, path = text.partition("=")
-    if not path or not _TOKEN.fullmatch(token):
-        raise BadEmbedding(
-            f"{text!r:.100} is not TOKEN=FILE.", "Give a token without spaces, for example <cat>=cat.safetensors."
-        )
-    return token, Path(path)
+def parse_embeddings(options: Sequence[str]) -> dict[str, tuple[Path, ...]]:
+    """Parse "TOKEN=FILE" and "TOKEN=FILE,FILE", a file for each text encoder. Raises BadEmbedding.
+
+    A comma in the name of a file that exists divides nothing.
+    """
+    files: dict[str, tuple[Path, ...]] = {}
+    for text in options:
+        token, _, value = text.partition("=")
+        paths = [value] if "\x00" not in value and Path(value).is_file() else value.split(",")
+        if not all(paths) or not _TOKEN.fullmatch(token):
+            raise BadEmbedding(
+                f"{text!r:.100} is not TOKEN=FILE.", "Give a token without spaces, for example <cat>=cat.safetensors."
+            )
+        if token in files:
+            raise BadEmbedding(f"The token {token!r} is given twice.", f"Choose another token. {ONE_FILE_EACH}")
+        files[token] = tuple(map(Path, paths))
+    return files
 
 
-def _add_tokens(data: bytes, vectors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[int, torch.Tensor]]:
-    """Add tokens to a tokenizer.json. Returns the new file, and the vector of each new id."""
-    tokenizer = Tokenizer.from_buffer(data)
-    rows = {}
+def _assign_rows(
+    name: str, data: bytes, record: TokenizerRecord, vectors: Mapping[str, torch.Tensor]
+) -> dict[str, tuple[int, ...]]:
+    """Return the rows of all embeddings of a tokenizer, also of those that the release has. Raises BadEmbedding.
+
+    `name`, `data`: the tokenizer's name and file. `vectors`: those of each new token.
+    """
+    tokenizer = open_tokenizer(data, record)
+    embeddings = dict(record.embeddings or {})
+    # Below the first free row are the vocabulary and the embeddings of releases before schema 5, in `data`.
+    used = Tokenizer.from_buffer(data).get_vocab(with_added_tokens=True).values()
+    free = 1 + max(used, default=-1)
+    free = max([free, *(row + 1 for rows in embeddings.values() for row in rows)])
+    new: dict[str, str] = {}  # by normalized token
     for token, of_token in vectors.items():
-        for number, vector in enumerate(of_token):
-            name = f"{token}_{number}" if number else token
-            if tokenizer.token_to_id(name) is not None:
-                raise BadEmbedding(
-                    f"The token {name!r} is in the release's tokenizer already.", "Choose another token."
-                )
-            tokenizer.add_tokens([AddedToken(name, normalized=True, special=False)])
-            identity = tokenizer.token_to_id(name)
-            assert identity is not None
-            rows[identity] = vector
-    return tokenizer.to_str().encode(), rows
+        if (twin := new.setdefault(tokenizer.normalize(token), token)) != token:
+            raise BadEmbedding(
+                f"The tokens {twin!r} and {token!r} are one for the release's tokenizer, which lower-cases and "
+                "normalizes prompts.",
+                _TOKEN_REMEDY,
+            )
+        if (known := tokenizer.equal_token(token)) is not None:
+            as_known = "" if known == token else f", as {known!r}"
+            raise BadEmbedding(f"The token {token!r} is in the release's tokenizer already{as_known}.", _TOKEN_REMEDY)
+        if len(of_token) > record.chunk_tokens:
+            raise BadEmbedding(
+                f"The embedding of {token!r} has {len(of_token)} vectors. A prompt is read in chunks of "
+                f"{record.chunk_tokens} tokens, and an embedding is never divided.",
+                f"Train it with at most {record.chunk_tokens} vectors.",
+            )
+        embeddings[token] = tuple(range(free, free + len(of_token)))
+        free += len(of_token)
+    extended = tokenizer.with_embeddings(embeddings)
+    for token in vectors:
+        found = extended.pieces(token)
+        if [piece.ids for piece in found] != [embeddings[token]]:
+            parts = ", ".join(repr(token[piece.start : piece.stop]) for piece in found)
+            raise BadEmbedding(f"The release's {name} divides the token {token!r} into {parts}.", _TOKEN_REMEDY)
+    return embeddings
 
 
 def _write_rows(
@@ -120,8 +160,8 @@ def _write_rows(
             for row, vector in rows.items():
                 if len(vector) != table.shape[1]:
                     raise BadEmbedding(
-                        f"The embedding has vectors of width {len(vector)}, and {record.component} of release "
-                        f"{release} has tokens of width {table.shape[1]}."
+                        f"The embedding has vectors of {describe_width(len(vector))}, and {record.component} of "
+                        f"release {release} has tokens of {describe_width(table.shape[1])}."
                     )
                 if row >= len(table):
                     raise BadEmbedding(
