@@ -31,8 +31,8 @@ MAX_FILE_BYTES = 32 * 2**20
 MAX_INPUT_PIXELS = 32_000_000
 MAX_INPUT_SIDE = 16_384  # pixels
 _ACCEPTED = "base64 or a data: URL of a PNG, JPEG or WebP file"
-_DATA_URL = re.compile(r"data:image/(png|jpeg|webp);base64,", re.IGNORECASE | re.ASCII)
-_MAX_PREFIX_CHARACTERS = 64  # of the text before the base64 of a data: URL
+_MEDIA_TYPES = ("image/png", "image/jpeg", "image/jpg", "image/pjpeg", "image/webp")
+_MAX_PREFIX_CHARACTERS = 256  # of the text before the base64 of a data: URL
 # EXIF orientation -> the operation that turns the stored pixels upright, as in PIL.ImageOps.exif_transpose.
 _TRANSPOSITIONS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -59,21 +59,16 @@ class InputImage:
 def read_image(data: str, field: str) -> InputImage:
     """Decode base64 or a `data:` URL, and check the file's headers. No pixel is decoded.
 
-    Raises RequestRefused for text that is not strict base64, a file of more than 32 MiB, another format than PNG, JPEG
-    or WebP, a media type that differs from the file, an animation, a truncated file, a JPEG of too many scans, more
-    than 32 megapixels, and a side of more than 16,384 pixels.
+    The file's first bytes decide its format, whatever the URL states. Raises RequestRefused for text that is not strict
+    base64, a media type of no accepted format, a file of more than 32 MiB, another format than PNG, JPEG or WebP, an
+    animation, a truncated file, a JPEG of too many scans, more than 32 megapixels, and a side of more than 16,384
+    pixels.
     """
-    file, media_type = _decode_base64(data, field)
+    file = _decode_base64(data, field)
     try:
         container = read_container(file)
     except InvalidFile as error:
         raise RequestRefused(field, f"the file {error}. {error.remedy or f'Send {_ACCEPTED}.'}") from error
-    if media_type not in (None, container.format):
-        raise RequestRefused(
-            field,
-            f"the data: URL states image/{media_type}, but the file is image/{container.format}. Correct the media "
-            "type.",
-        )
     width, height = container.width, container.height
     if not width or not height:
         raise RequestRefused(field, f"the image has {width} x {height} pixels. Send at least 1 x 1.")
@@ -129,14 +124,9 @@ def turn_upright(pixels: Image.Image, container: Container) -> Image.Image:
     return pixels if transposition is None else pixels.transpose(transposition)
 
 
-def _decode_base64(data: str, field: str) -> tuple[bytes, str | None]:
-    """Return the file, and the media subtype if `data` is a `data:` URL."""
-    prefix, media_type = data[:_MAX_PREFIX_CHARACTERS], None
-    if url := _DATA_URL.match(prefix):
-        media_type, data = url[1].lower(), data[url.end() :]
-    elif re.match(r"\w+:", prefix):
-        shown = format_value(prefix.partition(",")[0])
-        raise RequestRefused(field, f"got {shown}. Expected {_ACCEPTED}; other URLs are not fetched.")
+def _decode_base64(data: str, field: str) -> bytes:
+    """Return the file that base64 or a `data:` URL holds."""
+    data = data[_prefix_length(data[:_MAX_PREFIX_CHARACTERS], field) :]
     if not data:
         raise RequestRefused(field, f"got an empty text. Expected {_ACCEPTED}.")
     size = len(data) * 3 // 4 - data[-2:].count("=")
@@ -145,13 +135,35 @@ def _decode_base64(data: str, field: str) -> tuple[bytes, str | None]:
             field, f"the file has {size / 2**20:.1f} MiB. At most {MAX_FILE_BYTES // 2**20} MiB are accepted."
         )
     try:
-        return binascii.a2b_base64(data, strict_mode=True), media_type
+        return binascii.a2b_base64(data, strict_mode=True)
     except ValueError as error:  # binascii.Error, or a character outside ASCII
         raise RequestRefused(
             field,
             f"the text is not base64 ({error}). Expected {_ACCEPTED}, in the standard alphabet, padded, without line "
             "breaks.",
         ) from error
+
+
+def _prefix_length(start: str, field: str) -> int:
+    """Return the characters before the base64 of a `data:` URL (RFC 2397), 0 of base64 alone. Raises RequestRefused.
+
+    `start`: of the text. Parameters may be in any order and have no meaning. White space around them is ignored.
+    """
+    scheme, colon, rest = start.partition(":")
+    if not colon or not re.fullmatch(r"\s*[a-z][\w+.-]*", scheme, re.IGNORECASE | re.ASCII):
+        return 0
+    head, comma, encoded = rest.partition(",")
+    media_type, *parameters = (part.strip().lower() for part in head.split(";"))
+    shown = format_value(f"{scheme}:{head}")
+    if scheme.strip().lower() != "data":
+        raise RequestRefused(field, f"got {shown}. Expected {_ACCEPTED}; other URLs are not fetched.")
+    if media_type not in _MEDIA_TYPES:
+        raise RequestRefused(
+            field, f"got {shown}, of the media type {format_value(media_type)}. Expected {', '.join(_MEDIA_TYPES)}."
+        )
+    if not comma or "base64" not in parameters:
+        raise RequestRefused(field, f'got {shown} without ";base64,". Expected {_ACCEPTED}.')
+    return len(start) - len(encoded.lstrip())
 
 
 def _decode(image: InputImage, background: str) -> Image.Image:
