@@ -38,6 +38,7 @@ MAX_LORA_SCALE = 10  # either sign
 BAND_COUNTS = (2, 4, 8)  # bands that an image can be divided into, each for a GPU of its own
 SMALLEST_SIDE, LARGEST_SIDE = 64, 4096  # pixels
 SEED_COUNT = 2**32
+RANDOM_SEED = -1  # of a request; other user interfaces send it too
 MAX_OBJECT_FIELDS = 200  # of one JSON object; more than any model has, and few enough to check each
 _UNKNOWN = "is not a known field"
 _MAX_PROBLEMS = 20  # of one input; a body of a hundred unknown fields does not get a hundred lines
@@ -55,7 +56,7 @@ Side = Annotated[int, Field(ge=SMALLEST_SIDE, le=LARGEST_SIDE)]
 Steps = Annotated[int, Field(ge=1, le=MAX_STEPS)]
 Guidance = Annotated[float, Field(ge=0, le=MAX_GUIDANCE)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Seed = Annotated[int, Field(ge=0, le=SEED_COUNT - 1)]
+Seed = Annotated[int, Field(ge=RANDOM_SEED, le=SEED_COUNT - 1)]
 SamplerName = Annotated[str, Field(min_length=1, max_length=64)]
 
 

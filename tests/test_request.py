@@ -218,9 +218,12 @@ def test_accepts_control_characters_other_than_nul() -> None:
         ("scheduler", "[1]", "got a list, expected a string of 1 to 64 characters, or null"),
         ("use_refiner", "1", "got 1, expected true or false, or null"),
         ("use_refiner", '"true"', 'got "true", expected true or false, or null'),
-        ("seed", "-1", "got -1, expected an integer from 0 to 4294967295, or null"),
-        ("seed", "4294967296", "got 4294967296, expected an integer from 0 to 4294967295, or null"),
-        ("seed", "true", "got true, expected an integer from 0 to 4294967295, or null"),
+        ("seed", "-2", "got -2, expected an integer from -1 to 4294967295, or null"),
+        ("seed", "-4294967296", "got -4294967296, expected an integer from -1 to 4294967295, or null"),
+        ("seed", "-1.0", "got -1.0, expected an integer from -1 to 4294967295, or null"),
+        ("seed", '"-1"', 'got "-1", expected an integer from -1 to 4294967295, or null'),
+        ("seed", "4294967296", "got 4294967296, expected an integer from -1 to 4294967295, or null"),
+        ("seed", "true", "got true, expected an integer from -1 to 4294967295, or null"),
         ("num_images", "9", "got 9, expected an integer from 1 to 8"),
         ("output_format", '"gif"', 'got "gif", expected one of "png", "jpeg", "webp"'),
         ("output_format", '["png"]', 'got a list, expected one of "png", "jpeg", "webp"'),
@@ -254,7 +257,7 @@ def test_refuses_a_body_of_the_wrong_shape(body: str, line: str) -> None:
 
 
 def test_refusal_lists_all_problems() -> None:
-    assert [line.split(":")[0] for line in problems('{"width": 1, "seed": -1}')] == [
+    assert [line.split(":")[0] for line in problems('{"width": 1, "seed": -2}')] == [
         "`prompt`",
         "`width`",
         "`seed`",
@@ -422,12 +425,18 @@ def test_keeps_given_values_also_zero_and_false() -> None:
     assert resolved == given | unset
 
 
-def test_empty_seed_is_random_in_all_bits() -> None:
-    seeds = [resolve(make_request(), SERVED).seed for _ in range(100)]
+@pytest.mark.parametrize("fields", [{}, {"seed": None}, {"seed": -1}], ids=str)
+def test_seed_is_random_in_all_bits(fields: dict[str, Any]) -> None:
+    seeds = [resolve(make_request(**fields), SERVED).seed for _ in range(100)]
     assert len(set(seeds)) > 90
     for bit in range(32):
         assert {seed >> bit & 1 for seed in seeds} == {0, 1}
     assert all(0 <= seed < 2**32 for seed in seeds)
+
+
+def test_metadata_has_the_seed_that_was_chosen() -> None:
+    params = resolve(make_request(seed=-1, metadata=True, num_images=2), SERVED)
+    assert params.metadata is not None and params.metadata["request"]["seed"] == params.seeds[0] == params.seed
 
 
 def test_image_seeds_count_up_and_wrap() -> None:

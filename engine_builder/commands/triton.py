@@ -26,7 +26,7 @@ from engine_builder.triton_repository.unrolled import (
 )
 from model.images.encode import encode
 from model.images.inputs import decode_mask, decode_rgb, read_image
-from model.validation import SEED_COUNT
+from model.validation import RANDOM_SEED, SEED_COUNT
 
 DEFAULT_GUIDANCE = 7.5
 
@@ -86,9 +86,9 @@ def triton_client(
     if model != GENERATE_LOOP:
         if steps is not None:
             raise typer.BadParameter(f"the steps of {model} are fixed", param_hint="--steps")
-        if seed is not None and not 0 <= seed < SEED_COUNT:
-            raise typer.BadParameter(f"{seed} is not 0 to {SEED_COUNT - 1}", param_hint="--seed")
-        seed = secrets.randbelow(SEED_COUNT) if seed is None else seed
+        seed = secrets.randbelow(SEED_COUNT) if seed is None or seed == RANDOM_SEED else seed
+        if not 0 <= seed < SEED_COUNT:
+            raise typer.BadParameter(f"{seed} is not 0 to {SEED_COUNT - 1}, or -1", param_hint="--seed")
         scale = DEFAULT_GUIDANCE if guidance_scale is None else guidance_scale
         if not math.isfinite(scale):
             raise typer.BadParameter(f"{scale} is not a number", param_hint="--guidance-scale")

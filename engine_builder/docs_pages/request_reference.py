@@ -131,7 +131,8 @@ pathlib.Path("repainted.png").write_bytes(base64.b64decode(body["data"]))
 
 `image` and the image of a mask are base64 in the standard alphabet, padded and without line breaks (`base64 -w0 FILE`),
 or a `data:` URL of it. Other URLs are not fetched. PNG, JPEG and WebP are accepted, recognised by their first bytes.
-Another media type in the URL is refused. So are more than @FILE_MIB@ MiB, @MEGAPIXELS@ megapixels or @SIDE@ pixels on a
+The URL may state any of `image/png`, `image/jpeg`, `image/jpg`, `image/pjpeg` and `image/webp`, and parameters such as
+`charset`. Another media type is refused. So are more than @FILE_MIB@ MiB, @MEGAPIXELS@ megapixels or @SIDE@ pixels on a
 side, animations, and truncated or damaged files. Headers are checked before pixels are decoded.
 
 - The rotation that EXIF states is applied. The size that counts is the rotated one.
@@ -197,6 +198,8 @@ The arithmetic, for the text encoders' hidden states z [tokens, width]:
   chunks of 75. Each chunk gets a begin token, an end token and padding, and is encoded alone.
 - Each token's z is multiplied by its weight. Begin, end and padding have weight 1. The mean of z is not restored.
 - The UNet reads the z of all chunks, one after the other. The pooled text is that of the first chunk, without weights.
+- An [embedding](textual-inversion.md) is never divided. If a chunk has too few tokens left for it, the chunk is padded,
+  and the embedding begins the next one, as in AUTOMATIC1111's web UI.
 - A text has 1, 2 or 4 chunks. A third chunk is followed by an empty one.
 
 The grammar, the chunks and the first chunk's pooled text are the convention of AUTOMATIC1111's web UI
@@ -204,7 +207,7 @@ The grammar, the chunks and the first chunk's pooled text are the convention of 
 (`sd_emphasis.py`). Preheat differs from it in these points:
 
 - Chunks are filled to the end. The words after a comma are not moved to the next chunk.
-- `BREAK`, `AND` and `[a:b:0.5]` have no meaning of their own.
+- `BREAK`, `AND`, `[a:b:0.5]` and `[a|b]` have no meaning; see [other prompt syntaxes](#other-prompt-syntaxes).
 - A third chunk is followed by an empty one.
 - A backslash before any other character stays, and weights are limited.
 
@@ -215,6 +218,23 @@ text. An image is therefore the same alone and in any batch, and no mask is need
 Engines for a CPU take texts of any of these lengths. On a GPU the length is part of a build:
 `preheat build MODEL --text-chunks 4`. Otherwise the UNet reads one chunk, and a longer prompt is truncated with a
 warning. A build with 4 chunks attends to 308 tokens for every image; what that costs on a GPU was not measured.
+
+## Other prompt syntaxes
+
+These constructs of other programs are read as text, and `warnings` names each of them:
+
+| written | elsewhere it means | here |
+|---|---|---|
+| `<lora:NAME:0.8>`, `<lyco:NAME:0.8>` | an adapter | name adapters in the field `loras` |
+| `<hypernet:NAME:0.8>` | a hypernetwork | not supported |
+| `embedding:NAME` | an embedding (ComfyUI) | write the [embedding's token](textual-inversion.md) alone |
+| `BREAK` | the end of a chunk | with `weighted`, a long prompt has chunks of 75 tokens |
+| `a AND b` | a sum of prompts | write one prompt; `and` in lower case is text |
+| `[a:b:0.5]`, `[a::0.5]`, `[:a:5]`, `[a\\|b]` | a change of the prompt between steps | write one of the texts |
+| `(word:1.3)`, `((word))`, `[word]` | a weight | set `prompt_syntax` to `weighted` |
+
+The last row applies to `plain` only. A bracket after a backslash gives no warning. With `plain` the encoders read the
+backslash too.
 
 ## Conditioning
 

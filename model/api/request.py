@@ -301,7 +301,7 @@ class GenerationRequest(RequestModel):
     seed: Seed | None = Field(
         None,
         description="The same request with the same seed gives the same image: 0 to 4294967295. "
-        "Image i of a request, counted from 0, has seed + i. Default: random, and returned.",
+        "Image i of a request, counted from 0, has seed + i. -1: random, and returned. Default: random, and returned.",
     )
     guidance_rescale: Fraction | None = Field(
         None,

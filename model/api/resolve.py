@@ -20,7 +20,7 @@ from model.errors import RequestRefused
 from model.images.metadata import MAX_JPEG_BYTES, metadata_text
 from model.loading.served import ServedModel, Sizes
 from model.pipeline.params import GenerationParams
-from model.validation import SEED_COUNT, format_value
+from model.validation import RANDOM_SEED, SEED_COUNT, format_value
 
 DEFAULT_STRENGTH, DEFAULT_INPAINT_STRENGTH = 0.3, 0.9999  # of diffusers' SDXL pipelines
 _LISTS = ("original_size", "crop", "target_size", "timesteps", "sigmas")
@@ -54,8 +54,10 @@ def resolve(
     width, height = image_size or (served.native_width, served.native_height)
     values = served.defaults.model_dump()
     values |= {"negative_prompt": None, "width": width, "height": height}
-    values |= {"seed": secrets.randbelow(SEED_COUNT)}
+    values |= {"seed": RANDOM_SEED}
     values |= request.model_dump(exclude_none=True, exclude=_NOT_PARAMETERS)
+    if values["seed"] == RANDOM_SEED:
+        values["seed"] = secrets.randbelow(SEED_COUNT)
     values["scheduler"] = sampler_name(values["scheduler"])
     check_spacing(values["scheduler"], request.timesteps, request.sigmas)
     values["num_inference_steps"] = _step_count(request, values["num_inference_steps"])

@@ -18,7 +18,7 @@ from PIL import Image
 
 from engine_builder.gateway import openai_requests
 from engine_builder.gateway.backends import parse_backend
-from engine_builder.gateway.errors import GatewayConfigError
+from engine_builder.gateway.errors import ApiError, GatewayConfigError
 from engine_builder.gateway.keys import read_keys
 from engine_builder.gateway.openai_requests import Files
 from engine_builder.local_server.server import Server
@@ -237,6 +237,13 @@ FORM, JSON = {"Content-Type": "multipart/form-data; boundary=x"}, {"Content-Type
 def test_refuses_wrong_calls(method: str, path: str, options: dict[str, Any], status: int, url: str) -> None:
     answer = httpx.request(method, url + path, trust_env=False, **options)
     assert answer.status_code == status and answer.json()["error"].keys() == {"message", "type", "param", "code"}
+
+
+def test_seed_may_be_random() -> None:
+    values = {"prompt": PROMPT, "seed": -1}
+    assert openai_requests.generation(values).native["seed"] == -1
+    with pytest.raises(ApiError, match="got -2, expected an integer from -1 to 4294967295"):
+        openai_requests.generation(values | {"seed": -2})
 
 
 def test_keys_and_their_rates(server: Server, tmp_path: Path) -> None:

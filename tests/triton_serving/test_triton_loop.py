@@ -149,8 +149,8 @@ def test_refuses_a_large_body(triton: TritonServer) -> None:
 
 
 def test_refuses_with_the_field_of_the_request(triton: TritonServer) -> None:
-    with pytest.raises(CallFailed, match="seed: got -1, expected"):
-        call(triton, {"prompt": "a", "seed": -1})
+    with pytest.raises(CallFailed, match="seed: got -2, expected"):
+        call(triton, {"prompt": "a", "seed": -2})
     with pytest.raises(CallFailed, match="height: 72 is not served"):
         call(triton, {"prompt": "a", "height": 72})
 

@@ -45,6 +45,7 @@ from model.pipeline.plan import RequestPlan, plan_request
 from model.pipeline.prompt import encode_prompt
 from model.pipeline.spec import BASE, UNET
 from model.store.manifest import Signature
+from model.validation import RANDOM_SEED, SEED_COUNT
 
 _IN_TENSOR = "-"  # in place of an image's text in a request
 _GUIDED = 2.0  # a guidance scale for which both texts are encoded; the conditioning does not depend on its value
@@ -115,6 +116,11 @@ class Condition(PipelineModel):
             "seed": int(tensors["seed"]),
             "guidance_scale": _number(tensors["guidance_scale"]),
         }
+        if fields["seed"] == RANDOM_SEED:
+            raise RequestRefused(
+                "seed",
+                f"got -1, expected an integer from 0 to {SEED_COUNT - 1}: each step reads it, so it is not random.",
+            )
         for name in (STRENGTH, MASK):
             if name in tensors and INPUT_IMAGE not in tensors:
                 raise RequestRefused(name, f"needs {INPUT_IMAGE}, which is missing. Send it, or leave {name} out.")
