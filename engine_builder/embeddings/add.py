@@ -161,7 +161,8 @@ def _write_rows(
                 if len(vector) != table.shape[1]:
                     raise BadEmbedding(
                         f"The embedding has vectors of {describe_width(len(vector))}, and {record.component} of "
-                        f"release {release} has tokens of {describe_width(table.shape[1])}."
+                        f"release {release} has tokens of {describe_width(table.shape[1])}.",
+                        "Give an embedding that was trained for this model, two files in the order of its encoders.",
                     )
                 if row >= len(table):
                     raise BadEmbedding(
