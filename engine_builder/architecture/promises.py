@@ -49,6 +49,8 @@ CAPABILITIES: Tests = {
     "textual inversion": (
         "tests/test_embeddings.py::test_images_are_those_of_diffusers",
         "tests/test_embeddings.py::test_refuses_files_that_are_not_embeddings",
+        "tests/test_embedding_tokens.py::test_finds_whole_tokens_as_the_tokenizer_reads",
+        "tests/test_embedding_tokens.py::test_an_embedding_moves_to_the_next_chunk",
     ),
     "refiner": ("tests/test_pipeline_parity.py::test_some_requests_of_a_batch_use_the_refiner",),
     "long and weighted prompts": (
