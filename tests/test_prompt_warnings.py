@@ -15,6 +15,7 @@ CHUNK, SUM = "not as the end of a chunk: {}. Remove it", "not as a sum of prompt
 STEPS = "not as a change of the prompt between steps: {}. Write one of its texts"
 EMBEDDING = "not as an embedding in ComfyUI: {}. Write the embedding's token alone"
 WEIGHT = "not as a weight: {}. Set `prompt_syntax` to weighted"
+ESCAPE = "not as a plain bracket: {}. Leave out the backslash"
 
 # Prompt, what the warning says, what it names.
 IN_BOTH = [
@@ -45,12 +46,14 @@ IN_PLAIN = [
     ("a (figure 8:1.3)", WEIGHT, '"(figure 8:1.3)"'),
     ("a ((red)) circle", WEIGHT, '"((red))"'),
     ("a [red] circle", WEIGHT, '"[red]"'),
+    (r"ciloranko \(artist\)", ESCAPE, r'"\\(", "\\)"'),
+    (r"\[x\], \(a:1.3\), \[a:b:0.5\], \[a|b\]", ESCAPE, r'"\\[", "\\]", "\\(" and 1 more'),
     ("((a)), (b:0.5), [c]", WEIGHT, '"(b:0.5)", "((a))", "[c]"'),
 ]
 IN_NONE = [
     "a red circle",
     "salt and pepper, and a break, breaks, AND1, BREAKFAST, R-AND-D, BAND",
-    r"ciloranko \(artist\), \[x\], \(a:1.3\), \[a:b:0.5\], \[a|b\], \<lora\:x\>",
+    r"\<lora\:x\>, a \\ b",
     "a (large) circle (at 10:30), (16:9), (Genesis 1:3): one | two",
     "<cat> and <ink> :) a:b",
     "word embedding: a picture of vectors",

@@ -232,9 +232,9 @@ These constructs of other programs are read as text, and `warnings` names each o
 | `a AND b` | a sum of prompts | write one prompt; `and` in lower case is text |
 | `[a:b:0.5]`, `[a::0.5]`, `[:a:5]`, `[a\\|b]` | a change of the prompt between steps | write one of the texts |
 | `(word:1.3)`, `((word))`, `[word]` | a weight | set `prompt_syntax` to `weighted` |
+| `\\(`, `\\)`, `\\[`, `\\]` | a plain bracket | leave out the backslash, or set `prompt_syntax` to `weighted` |
 
-The last row applies to `plain` only. A bracket after a backslash gives no warning. With `plain` the encoders read the
-backslash too.
+The last two rows apply to `plain` only, whose encoders read the backslash, too.
 
 ## Conditioning
 

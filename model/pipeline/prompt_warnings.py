@@ -20,7 +20,10 @@ _SCHEDULE = ("a change of the prompt between steps", "Write one of its texts.")
 
 @dataclass(frozen=True)
 class _Construct:
-    """One row: what it looks like, what it means elsewhere, what to do here, and the syntaxes without that meaning."""
+    """One row: what it looks like, what it means elsewhere, what to do here, and the syntaxes without that meaning.
+
+    Without a meaning, it is only hidden from later rows.
+    """
 
     pattern: str
     meaning: str
@@ -30,6 +33,13 @@ class _Construct:
 
 # In this order: what a row has found is hidden from later ones.
 _CONSTRUCTS = (
+    _Construct(
+        r"\\[()\[\]]",
+        "a plain bracket",
+        "Leave out the backslash, or set `prompt_syntax` to weighted.",
+        syntaxes=("plain",),
+    ),
+    _Construct(r"(?s)\\.", "", ""),  # any other escaped character
     _Construct(r"(?i)<\s*(?:lora|lyco)\s*:[^<>]*>", "an adapter", "Name adapters in the field `loras`."),
     _Construct(r"(?i)<\s*hypernet\s*:[^<>]*>", "a hypernetwork", "Remove it: hypernetworks are not supported."),
     _Construct(
@@ -71,15 +81,12 @@ def prompt_warnings(field: str, prompt: str, syntax: PromptSyntax, chunks: Chunk
 
 
 def _construct_warnings(field: str, text: str, syntax: PromptSyntax) -> list[str]:
-    r"""Describe the constructs of a prompt that have no meaning in this syntax. `field`: of the request.
-
-    A character after a backslash, as in `\(`, is text.
-    """
+    """Describe the constructs of a prompt that have no meaning in this syntax. `field`: of the request."""
     found: dict[tuple[str, str], dict[str, None]] = {}
-    hidden = re.sub(r"\\.", "\0\0", text, flags=re.DOTALL)
+    hidden = text
     for row in _CONSTRUCTS:
         if syntax in row.syntaxes:
-            for match in re.finditer(row.pattern, hidden):
+            for match in re.finditer(row.pattern, hidden) if row.meaning else ():
                 found.setdefault((row.meaning, row.remedy), {})[text[slice(*match.span())]] = None
             hidden = re.sub(row.pattern, lambda match: "\0" * len(match[0]), hidden)
     warnings = []
