@@ -19,12 +19,12 @@ from engine_builder.building.diffusers_networks import Counterparts, comparisons
 from engine_builder.building.diffusers_pipeline import (
     different_tokens,
     largest_difference,
-    quiet_libraries,
     read_tokenizers,
 )
 from engine_builder.networks.float_arithmetic import float_arithmetic
 from engine_builder.networks.kernel_form import plain_operations
 from engine_builder.networks.network import digest_json, library_versions
+from engine_builder.networks.quiet import quiet_libraries
 from engine_builder.stores.store import WritableStore
 from model.errors import PreheatError
 from model.pipeline.spec import tokenizers_of

@@ -26,6 +26,7 @@ from model.pipeline import spec as names
 from model.pipeline.image_prompt import MASKED
 from model.pipeline.spec import ComponentSpec, Part, find_component
 from model.pipeline.tokenizer import ClipTokenizer
+from model.pipeline.weighted_prompt import plain_chunks
 from model.store.precision import FP32, Precision, StorageDtype
 
 _BATCH = 2
@@ -132,7 +133,7 @@ def _bind(compare: Callable[..., Outputs], *arguments: Any) -> Comparison:
 def _text_encoder(pair: Counterparts, component: str, tokenizer: ClipTokenizer) -> Outputs:
     """Compare the hidden states of the last layer that a UNet reads, and of the one before."""
     library = pair.library(component)
-    ids = torch.tensor([tokenizer.encode(text)[0] for text in _TEXTS], device=pair.device)
+    ids = torch.tensor([plain_chunks(tokenizer, text).ids[0] for text in _TEXTS], device=pair.device)
     output = library(ids, output_hidden_states=True, return_dict=True)
     columns = signatures.clip_skip_columns(pair.ours(component).signature)
     skips = [0, min(1, columns - 1)]

@@ -29,7 +29,9 @@ def export_tokenizer(folder: Path) -> tuple[bytes, TokenizerSettings]:
         tokenizer = CLIPTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # the parser raises many types for a damaged file, also plain Exception
         reason = str(error).rstrip(".")
-        raise MissingComponent(f"The CLIP tokenizer in {folder} cannot be read: {reason}.", DOWNLOAD_AGAIN) from error
+        raise MissingComponent(
+            f"The CLIP tokenizer in {folder} cannot be read: {reason}.", "Use its files as they were published."
+        ) from error
     length = tokenizer.model_max_length
     if type(length) is not int or not _FRAME_TOKENS < length <= _MAX_TOKENS:
         raise MissingComponent(

@@ -72,11 +72,14 @@ counts = Rule(f"whole numbers from 0 to {_MAX_SIZE}", lambda value: _are_sizes(v
 number = Rule("a number", _is_number)
 positive = Rule("a positive number", lambda value: _is_number(value) and value > 0)
 flag = Rule("true or false", lambda value: type(value) is bool)
-name = Rule("a name", lambda value: isinstance(value, str))
 token = Rule("the number of a token", lambda value: _is_size(value, 0))
 ignored = Rule("any value", lambda value: True)
 Rules = dict[str, Rule]
 
+_ACTIVATIONS = only(
+    "quick_gelu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "silu", "swish", "mish", "tanh",
+    "sigmoid", "linear",
+)  # fmt: skip
 _PROVENANCE: Rules = dict.fromkeys(
     ("_class_name", "_diffusers_version", "_name_or_path", "_commit_hash", "torch_dtype", "dtype", "architectures"),
     ignored,
@@ -128,7 +131,7 @@ UNET: Rules = _UNET_AND_CONTROLNET | {
     "time_embedding_type": only("positional"),
     "time_embedding_dim": or_null(size),
     "time_embedding_act_fn": only(None),
-    "timestep_post_act": or_null(name),
+    "timestep_post_act": only(None, "silu", "swish", "mish", "gelu", "relu"),
     "time_cond_proj_dim": or_null(size),
     "conv_in_kernel": only(3),
     "conv_out_kernel": only(3),
@@ -201,7 +204,7 @@ _CLIP: Rules = _TRANSFORMERS | {
     "projection_dim": size,
     "num_hidden_layers": size,
     "num_attention_heads": size,
-    "hidden_act": name,
+    "hidden_act": _ACTIVATIONS,
     "layer_norm_eps": positive,
     "attention_dropout": ignored,
     "dropout": ignored,  # of older releases

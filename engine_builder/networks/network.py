@@ -24,6 +24,7 @@ from engine_builder.checkpoints.safety_checker import checked_side
 from engine_builder.networks.controlnet import control_type_count
 from engine_builder.networks.ip_adapter import image_encoder_network, read_ip_adapter
 from engine_builder.networks.low_rank import LowRankUnetNetwork
+from engine_builder.networks.quiet import quiet_libraries
 from engine_builder.networks.text import add_embedding_rows
 from engine_builder.networks.unet import residual_shapes, text_width, time_width
 from engine_builder.networks.wrappers import WRAPPERS
@@ -239,15 +240,13 @@ def _load_ip_adapter(
 
 
 def _load(library: str, class_name: str, checkpoint: Checkpoint, subfolder: str, dtype: torch.dtype) -> nn.Module:
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the build shows its own
     variant = variant_of(checkpoint, subfolder)
     network_class = getattr(importlib.import_module(library), class_name)
     dtype_option = "torch_dtype" if library == "diffusers" else "dtype"
     options = {"variant": variant, "use_safetensors": True, "output_loading_info": True, dtype_option: dtype}
     try:
-        network, loading_info = network_class.from_pretrained(checkpoint.folder(subfolder), **options)
+        with quiet_libraries():
+            network, loading_info = network_class.from_pretrained(checkpoint.folder(subfolder), **options)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(f"{checkpoint.folder(subfolder)} cannot be loaded ({reason}).", DOWNLOAD_AGAIN) from error

@@ -30,7 +30,8 @@ from model.store.manifest import Family, ModelFacts
 from model.store.precision import BF16, FP16, FP32, Precision
 from tests.builder.helpers import edit_json
 from tests.conftest import MODEL_FOLDER
-from tests.support import controlnets, ip_adapters, toy_safety_checker, toy_sd, toy_sdxl
+from tests.support import controlnets, ip_adapters, recipes, toy_safety_checker, toy_sd, toy_sdxl
+from tests.support.recipes import RECIPES
 
 TOKENIZER = MODEL_FOLDER / "tokenizer"
 FAMILIES: tuple[Family, ...] = ("sdxl", "sd")
@@ -120,6 +121,16 @@ MODELS: dict[str, Callable[[Path], Path]] = {
 @pytest.mark.parametrize("kind", MODELS)
 def test_accepts_every_kind_of_model(kind: str, target: Target, tmp_path: Path) -> None:
     compare_with_diffusers(plan_of(Checkpoint(MODELS[kind](tmp_path / "model")), target, lora_rank=2))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_accepts_the_sizes_of_diffusers_tests(name: str, target: Target, tmp_path: Path) -> None:
+    folder = recipes.write(tmp_path / "model", RECIPES[name], TOKENIZER)
+    nets = (("net", folder / "controlnet"),) if RECIPES[name].controlnet is not None else ()
+    checkpoint = Checkpoint(folder, controlnets=nets)
+    check.check_model(checkpoint, None)
+    report = compare_with_diffusers(plan_of(checkpoint, target, lora_rank=2))
+    assert {one.name for one in report.networks} >= {f"controlnet.{net}" for net, _ in nets}
 
 
 @pytest.mark.parametrize("precision", [FP16, BF16], ids=str)
