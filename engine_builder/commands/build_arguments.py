@@ -54,6 +54,7 @@ def parse_plan(
         from engine_builder.checkpoints.find import find_checkpoints
         from engine_builder.checkpoints.ip_adapter import parse_ip_adapters
         from engine_builder.checkpoints.safety_checker import find_safety_checker
+        from engine_builder.networks.check import check_configs
 
     without_plans = {
         "--controlnet": controlnets,
@@ -121,6 +122,7 @@ def parse_plan(
     )
     refiner_checkpoint = replace(found_refiner, embedding_rows=embedding_rows) if found_refiner else None
     refiner_checkpoint = refiner_checkpoint if with_refiner else None
+    check_configs(base, refiner_checkpoint)
     quantization = None
     if unet_precision.is_quantized:
         from engine_builder.quantization.check import check_target

@@ -41,35 +41,44 @@ def check_model(base: Checkpoint, refiner: Checkpoint | None) -> None:
 
     The error names the file and the fix.
     """
+    networks = check_configs(base, refiner)
+    for checkpoint, folder, package, class_name in networks:
+        _check_network(checkpoint, folder, package, class_name)
+    for files in base.ip_adapters:
+        load_network(base, f"{IP_ADAPTER}.{files.name}", FP32, device="meta")
+    for tokenizer, encoders in _encoders_by_tokenizer(_by_part(base, refiner)).items():
+        check_tokenizer(base, tokenizer, encoders)
+
+
+Network = tuple[Checkpoint, str, str, str]
+"""A network to check: its checkpoint and subfolder, and the library and the class that read it."""
+
+
+def check_configs(base: Checkpoint, refiner: Checkpoint | None) -> list[Network]:
+    """Check all configurations in less than a second, without the libraries. Returns the networks.
+
+    Raises CheckpointError naming the file, the entry and the fix.
+    """
     if refiner is not None and (base.family, refiner.family) != ("sdxl", "sdxl"):
         raise CheckpointError(
             f"{refiner.root} is a {FAMILY_TITLES[refiner.family]} and {base.root} a {FAMILY_TITLES[base.family]}. Only "
             "Stable Diffusion XL has refiners.",
             "Leave out the refiner (--no-refiner).",
         )
-    checkpoints: dict[Part, Checkpoint] = {"base": base}
-    if refiner is not None:
-        checkpoints["refiner"] = refiner
-    # Before anything that takes seconds: the entries of all configurations.
+    checkpoints = _by_part(base, refiner)
     networks = [
         network for part, checkpoint in checkpoints.items() for network in _check_part(checkpoint, part, base.family)
     ]
     _check_vae(base)
     _check_preset(base)
-    networks += _check_added(base)
-    for checkpoint, folder, package, class_name in networks:
-        _check_network(checkpoint, folder, package, class_name)
-    for files in base.ip_adapters:
-        load_network(base, f"{IP_ADAPTER}.{files.name}", FP32, device="meta")
-    for tokenizer, encoders in _encoders_by_tokenizer(checkpoints).items():
-        check_tokenizer(base, tokenizer, encoders)
+    return networks + _check_added(base)
 
 
-_Network = tuple[Checkpoint, str, str, str]
-"""A network to check: its checkpoint and subfolder, and the library and the class that read it."""
+def _by_part(base: Checkpoint, refiner: Checkpoint | None) -> dict[Part, Checkpoint]:
+    return {"base": base} if refiner is None else {"base": base, "refiner": refiner}
 
 
-def _check_part(checkpoint: Checkpoint, part: Part, family: Family) -> list[_Network]:
+def _check_part(checkpoint: Checkpoint, part: Part, family: Family) -> list[Network]:
     """Check the files and configurations of a base or a refiner. Returns its networks."""
     wrappers = {spec.checkpoint_folder: WRAPPERS[spec.wrapper] for spec in components_of(family, [part])}
     tokenizers = tokenizers_of(family) if part == "base" else ()
@@ -94,12 +103,12 @@ def _check_part(checkpoint: Checkpoint, part: Part, family: Family) -> list[_Net
     return [(checkpoint, folder, wrapper.package, wrapper.class_name) for folder, wrapper in wrappers.items()]
 
 
-def _check_added(base: Checkpoint) -> list[_Network]:
+def _check_added(base: Checkpoint) -> list[Network]:
     """Check the files and configurations of a build's ControlNets, IP-Adapters and safety checker.
 
     Returns their networks.
     """
-    networks: list[_Network] = []
+    networks: list[Network] = []
     check_controlnets(base)
     for name, _ in base.controlnets:
         folder, wrapper = f"{CONTROLNET}.{name}", WRAPPERS[CONTROL_COMPONENTS[CONTROLNET].wrapper]

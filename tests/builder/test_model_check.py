@@ -110,6 +110,47 @@ REFUSED: dict[str, tuple[Change, str, str]] = {
     "text encoder is T5": (
         edit("text_encoder/config.json", architectures=["T5EncoderModel"]), "text_encoder/config.json", "'T5Enc",
     ),
+    "text encoder with a projection": (
+        edit(INDEX, text_encoder=["transformers", "CLIPTextModelWithProjection"]), INDEX, "expected CLIPTextModel.",
+    ),
+    "index without a text encoder": (edit(INDEX, text_encoder_2=None), INDEX, 'Set "text_encoder_2": ["transformers"'),
+    "index with another part": (edit(INDEX, motion_adapter=["diffusers", "X"]), INDEX, "reads this entry"),
+    **{
+        f"down block {name}": (edit("unet/config.json", down_block_types=["DownBlock2D", name]), "unet", name)
+        for name in ("AttnDownBlock2D", "SimpleCrossAttnDownBlock2D", "ResnetDownsampleBlock2D", "KDownBlock2D",
+                     "SkipDownBlock2D")
+    },
+    **{
+        f"unet with {key} {value}": (edit("unet/config.json", **{key: value}), "unet/config.json", f"{key} is")
+        for key, value in (
+            ("center_input_sample", True), ("mid_block_scale_factor", 2), ("downsample_padding", 0),
+            ("time_embedding_type", "fourier"), ("out_channels", 8), ("encoder_hid_dim", 16), ("conv_in_kernel", 5),
+            ("class_embeddings_concat", True), ("resnet_skip_time_act", True), ("only_cross_attention", [False, True]),
+            ("norm_eps", "small"), ("layers_per_block", None), ("attention_head_dim", {}), ("unknown_entry", 1),
+        )
+    },
+    "base with five time ids": (
+        edit("unet/config.json", projection_class_embeddings_input_dim=16 + 5 * 8), "unet", "embeds 5 numbers",
+    ),
+    "widths that are no multiple": (
+        edit("unet/config.json", projection_class_embeddings_input_dim=63), "unet", "addition_time_embed_dim (8)",
+    ),
+    "vae with attention": (
+        edit("vae/config.json", up_block_types=["AttnUpDecoderBlock2D"] * 2), "vae/config.json", "AttnUpDecoder",
+    ),
+    "vae of Flux": (edit("vae/config.json", shift_factor=0.1159), "vae/config.json", "shift_factor is 0.1159"),
+    "text encoder with a mask": (
+        edit("text_encoder/config.json", use_attention_mask=True), "text_encoder/config.json", "use_attention_mask",
+    ),
+    "text encoder of another kind": (
+        edit("text_encoder/config.json", model_type="t5"), "text_encoder/config.json", "model_type is 't5'",
+    ),
+    "quantized text encoder": (
+        edit("text_encoder/config.json", quantization_config={"bits": 4}), "text_encoder/config.json", "quantization",
+    ),
+    "unknown activation": (
+        edit("text_encoder/config.json", hidden_act="swiglu"), "text_encoder/config.json", "hidden_act is 'swiglu'",
+    ),
     "scheduler is unknown": (
         edit("scheduler/scheduler_config.json", _class_name="UniPCMultistepScheduler"), "scheduler", "'UniPC",
     ),
@@ -123,7 +164,7 @@ REFUSED: dict[str, tuple[Change, str, str]] = {
     "large config": (resize("unet/config.json", 100 << 20), "unet/config.json", "has 104,857,600 bytes, more than"),
     "sizes are text": (edit("text_encoder_2/config.json", hidden_size="x"), "text_encoder_2/config.json", "'x'"),
     "no levels": (edit("vae/config.json", block_out_channels=[]), "vae/config.json", "block_out_channels is []"),
-    "groups are text": (edit("unet/config.json", norm_num_groups="x"), "unet/config.json", "does not describe a UNet"),
+    "groups are text": (edit("unet/config.json", norm_num_groups="x"), "unet/config.json", "norm_num_groups is 'x'"),
     "endless layers": (edit("unet/config.json", layers_per_block=10**9), "unet/config.json", "layers_per_block"),
     "other widths": (edit("vae/config.json", block_out_channels=[16, 16]), "vae", "config.json describes"),
     "other tensors": (reshape_bias, "unet", "the shape of conv_in.bias is [9]"),
@@ -246,6 +287,11 @@ ACCEPTED: dict[str, Change] = {
     "incomplete fp32 weights beside fp16": add_incomplete_fp32_weights,
     "a pipe that is not read": lambda folder: os.mkfifo(folder / "unet" / "README.md"),
     "links to folders": link_unet,
+    "swish, which is silu": edit("unet/config.json", act_fn="swish"),
+    "entries of an averaged network": edit("unet/config.json", decay=0.9999, use_ema_warmup=False),
+    "entries of text generation": edit("text_encoder/config.json", num_beams=1, top_k=50, torchscript=False),
+    "an unknown entry of null": edit("unet/config.json", unknown_entry=None),
+    "no entry that has a default": lambda folder: drop_json_key(folder / "unet/config.json", "center_input_sample"),
 }
 
 
