@@ -182,14 +182,14 @@ def cold_start(
     from model.loading.select import select
     from model.settings import read_settings
 
-    local = open_cli_store(store)
-    manifest = local.read_release(release)
-    # The dtype of the UNet's outputs, as in the rows of `latency`.
-    precision = next(engine.precision.io for engine in manifest.engines if engine.component == UNET)
     request: dict[str, Any] = {"prompt": prompt, "seed": 1, "num_inference_steps": steps}
     if size is not None:
         request["width"], request["height"] = parse_size(size)
     buckets = [parse_bucket(text, "--bucket") for text in bucket or []]
+    local = open_cli_store(store)
+    manifest = local.read_release(release)
+    # The dtype of the UNet's outputs, as in the rows of `latency`.
+    precision = next(engine.precision.io for engine in manifest.engines if engine.component == UNET)
     with tempfile.TemporaryDirectory(prefix="preheat-bench-") as folder:
         work = Path(folder)
         with console.status("Laying out the server image"):

@@ -19,6 +19,7 @@ from engine_builder.commands.console import (
 )
 from engine_builder.stores.store import WritableStore
 from model.store.manifest import Manifest
+from model.store.precision import FP8, INT8
 from model.validation import MAX_EMBEDDING_ROWS, MAX_IP_IMAGES
 
 if TYPE_CHECKING:
@@ -164,6 +165,8 @@ def build(
     destination = open_cli_store(store, cache_dir)
     if refiner and no_refiner:
         raise typer.BadParameter("contradicts --refiner", param_hint="--no-refiner")
+    if report and precision not in (FP8.name, INT8.name):
+        raise typer.BadParameter("is an option of --precision fp8 or int8", param_hint="--report")
     plan = parse_plan(
         model, refiner, name, precision, vae_precision, size or (), runtime, gpu or (), refit, compatibility,
         workspace, level, with_refiner=not no_refiner, policy=policy, calibrations=destination, vae=vae, preset=preset,
@@ -171,8 +174,6 @@ def build(
         image_encoders=image_encoder or (), ip_images=ip_images, embedding_rows=embedding_rows,
         text_chunks=text_chunks, safety_checker=safety_checker, bands=bands or (),
     )  # fmt: skip
-    if report and plan.quantization is None:
-        raise typer.BadParameter("is an option of --precision fp8 or int8", param_hint="--report")
     draft = run_build(destination, plan, jobs)
     if report:
         print_gains(plan)

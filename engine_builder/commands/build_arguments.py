@@ -11,7 +11,6 @@ from engine_builder.commands.console import console, parse_bucket, print_warning
 from engine_builder.stores.store import WritableStore
 from model.engines.signatures import TEXT_CHUNK_COUNTS
 from model.engines.tensorrt.libraries import LIBRARIES
-from model.loading.target import Target
 from model.store.precision import BF16, FP8, FP16, FP32, INT8, Precision
 from model.validation import BAND_COUNTS
 
@@ -67,11 +66,11 @@ def parse_plan(
             raise typer.BadParameter("is not supported for plans; build for aot_inductor", param_hint=option)
     if image_encoders and not ip_adapters:
         raise typer.BadParameter("needs --ip-adapter", param_hint="--image-encoder")
+    machine = build_target()
+    device = "cuda" if runtime in LIBRARIES else machine.device
     options = None
-    targets: tuple[Target, ...] = (build_target(),)
     if runtime in LIBRARIES:
         options = parse_options(LIBRARIES[runtime], refit, compatibility, workspace, level)
-        targets = plan_targets(targets[0], gpus, options)
     elif gpus:
         raise typer.BadParameter("is an option of --runtime tensorrt-rtx", param_hint="--gpu")
     if loras and name is None:
@@ -94,23 +93,24 @@ def parse_plan(
         raise typer.BadParameter(f"{unknown[0]} is not one of {', '.join(map(str, BAND_COUNTS))}", param_hint="--bands")
     if safety_checker is not None and runtime != "aot_inductor":
         raise typer.BadParameter("is an option of --runtime aot_inductor", param_hint="--safety-checker")
-    target = targets[0]
-    default_precision = FP16 if target.device == "cuda" else FP32
+    default_precision = FP16 if device == "cuda" else FP32
     unet_precision = parse_precision(precision, runtime, "--precision") if precision is not None else default_precision
     decoder = parse_precision(vae_precision, runtime, "--vae-precision") if vae_precision is not None else None
     if decoder is not None and decoder.is_quantized:
         raise typer.BadParameter(f"{decoder} is not supported for the VAE", param_hint="--vae-precision")
-    if unet_precision.is_quantized and target.device == "cpu":
+    if unet_precision.is_quantized and device == "cpu":
         raise typer.BadParameter(
             f"{unet_precision} needs an NVIDIA GPU, and this machine has none", param_hint="--precision"
         )
     if policy is not None and not unet_precision.is_quantized:
         raise typer.BadParameter("is an option of --precision fp8 or int8", param_hint="--policy")
     explicit_sizes = tuple(dict.fromkeys(Size(*parse_bucket(text)) for text in sizes))
-    if text_chunks != 1 and not explicit_sizes and target.device != "cuda":
+    if text_chunks != 1 and not explicit_sizes and device != "cuda":
         raise typer.BadParameter(
             "needs --size; engines for any size take any number of chunks", param_hint="--text-chunks"
         )
+    # All arguments are checked. Only now are a library and the model needed.
+    target, *more_targets = plan_targets(machine, gpus, options) if options is not None else (machine,)
     base, found_refiner = find_checkpoints(model, refiner, vae, preset)
     base = replace(
         base,
@@ -144,7 +144,7 @@ def parse_plan(
         sizes=explicit_sizes or default_sizes(base, target),
         tensorrt=options,
         vae_precision=decoder,
-        more_targets=targets[1:],
+        more_targets=tuple(more_targets),
         quantization=quantization,
         lora_rank=lora_rank,
         text_chunks=text_chunks,

@@ -73,11 +73,12 @@ def calibrate(
         from engine_builder.quantization.calibrate import CalibrationPlan
         from engine_builder.quantization.calibrate import calibrate as calibrate_model
 
-    listed = read_prompt_file(prompts)[:count]
+    check_no_refiner(refiner, no_refiner)
     if not _is_prompt(negative_prompt):
         raise typer.BadParameter(f"it is no prompt: {_PROMPT_LIMIT}", param_hint="--negative-prompt")
     device = build_target().device
     chosen = choose_precision(precision, device)
+    listed = read_prompt_file(prompts)[:count]
     base, refiner_checkpoint = find_parts(model, refiner, no_refiner, vae)
     width, height = choose_size(size, base)
     plan = CalibrationPlan(
@@ -121,14 +122,18 @@ def _is_prompt(text: str) -> bool:
     return len(text) <= MAX_PROMPT_CHARACTERS and "\0" not in text
 
 
+def check_no_refiner(refiner: str | None, no_refiner: bool) -> None:
+    """Raise typer.BadParameter if --no-refiner contradicts --refiner."""
+    if refiner and no_refiner:
+        raise typer.BadParameter("contradicts --refiner", param_hint="--no-refiner")
+
+
 def find_parts(
     model: str, refiner: str | None, no_refiner: bool, vae: str | None
 ) -> tuple["Checkpoint", "Checkpoint | None"]:
-    """Return the checkpoints of the base and the refiner. Raises CheckpointError or typer.BadParameter."""
+    """Return the checkpoints of the base and the refiner. Raises CheckpointError."""
     from engine_builder.checkpoints.find import find_checkpoints
 
-    if refiner and no_refiner:
-        raise typer.BadParameter("contradicts --refiner", param_hint="--no-refiner")
     base, found = find_checkpoints(model, refiner, vae)
     return base, None if no_refiner else found
 

@@ -9,6 +9,7 @@ import typer
 from engine_builder.commands.calibrate import (
     PROMPTS,
     VaeOption,
+    check_no_refiner,
     choose_precision,
     choose_size,
     find_parts,
@@ -69,16 +70,17 @@ def check_fp8(
         from engine_builder.quantization.validation.stored import write_validation
         from engine_builder.quantization.validation.thresholds import Thresholds, violations
 
-    target = build_target()
+    check_no_refiner(refiner, no_refiner)
     if quantized not in (FP8.name, INT8.name):
         raise typer.BadParameter(f"{quantized!r} is not fp8 or int8", param_hint="--quantized")
     number_type = Precision.named(quantized)
-    check_target(target, number_type)
+    target = build_target()
     compared = choose_precision(precision, target.device)
     if target.device == "cuda" and compared == FP32:
         raise typer.BadParameter(
             "a GPU's 8-bit products are fp16 or bf16; choose one of them", param_hint="--precision"
         )
+    check_target(target, number_type)
     chosen_policy = Policy.read(policy) if policy else DEFAULTS[number_type]
     chosen_policy.check_precision(number_type)
     listed = read_prompt_file(prompts)[:count]

@@ -34,10 +34,6 @@ def export_onnx(
     cache_dir: CacheOption = None,
 ) -> None:
     """Export the networks of MODEL to ONNX, check them in ONNX Runtime, and store graphs and weights."""
-    with console.status("Loading PyTorch and the model libraries"):
-        from engine_builder.backends.onnx.graph_store import export_model, write_folder
-        from engine_builder.checkpoints.find import find_checkpoints
-
     chosen = parse_precision(precision, "onnx", "--precision")
     if opset not in OPSETS:
         raise typer.BadParameter(f"{opset} is not supported; choose {OPSET} or {OLD_OPSET}", param_hint="--opset")
@@ -45,6 +41,10 @@ def export_onnx(
         raise typer.BadParameter(f"{opset} has no FP8; choose {OPSET}", param_hint="--opset")
     if policy is not None and chosen != FP8:
         raise typer.BadParameter("is an option of --precision fp8", param_hint="--policy")
+    with console.status("Loading PyTorch and the model libraries"):
+        from engine_builder.backends.onnx.graph_store import export_model, write_folder
+        from engine_builder.checkpoints.find import find_checkpoints
+
     opened_store = open_cli_store(store, cache_dir)
     checkpoints = find_checkpoints(model, refiner)
     quantization = plan_quantization(*checkpoints, policy, opened_store, chosen) if chosen == FP8 else None

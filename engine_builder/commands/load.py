@@ -57,10 +57,11 @@ def load(
         raise typer.BadParameter(f"{seconds} is not a finite number", param_hint="--seconds")
     for path in filter(None, (out, plot_file)):
         check_writable(path)
+    requested_size = parse_size(size) if size else None
     opened_store = open_cli_store(store, cache_dir)
     manifest = opened_store.read_release(release)
     settings = manifest.settings
-    width, height = parse_size(size) if size else (settings.native_width, settings.native_height)
+    width, height = requested_size or (settings.native_width, settings.native_height)
     precision = next(engine.precision.name for engine in manifest.engines if engine.component == UNET)
 
     def request_of(number: int) -> dict[str, Any]:

@@ -3,13 +3,11 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from typer.testing import CliRunner
 
 from engine_builder.backends.aot_inductor.compile import build_target, engine_key, example_inputs, static_bucket
 from engine_builder.benchmarks.band_exchange import count_exchanges
@@ -17,7 +15,6 @@ from engine_builder.building.band_engine import BandEngine
 from engine_builder.building.build_plan import BuildPlan, Size, SizesRefused
 from engine_builder.building.eager_engine import EagerEngine
 from engine_builder.checkpoints.folder import Checkpoint
-from engine_builder.commands.main import app
 from engine_builder.networks import bands as blocks
 from engine_builder.networks.kernel_form import plain_operations
 from engine_builder.networks.network import ModuleReader, Network, load_network
@@ -162,18 +159,6 @@ def test_only_sizes_that_can_be_divided_are_built(toy_plan: BuildPlan) -> None:
     plan = replace(toy_plan, sizes=(Size(1, 64, 64), Size(1, odd, 64)), bands=(2,))
     [bucket] = plan.buckets_of(plan.load("unet_2_bands", ModuleReader()))
     assert bucket.height is not None and bucket.height.max == 64
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        (["--bands", "3"], "3 is not one of 2, 4, 8"),
-        (["--bands", "2", "--runtime", "tensorrt-rtx"], "is not supported for plans"),
-    ],
-)
-def test_command_refuses_options(toy_folder: Path, tmp_path: Path, options: list[str], problem: str) -> None:
-    result = CliRunner().invoke(app, ["build", str(toy_folder), "--store", str(tmp_path), *options])
-    assert result.exit_code == 2 and problem in " ".join(result.output.replace("\u2502", " ").split())
 
 
 def test_counts_what_bands_exchange() -> None:

@@ -446,19 +446,3 @@ def test_quantized_tensors_are_stored_as_such(built: tuple[WritableStore, Manife
 def test_pattern_of_no_layer_is_refused(built: tuple[WritableStore, Manifest], fp8_plan: BuildPlan) -> None:
     with pytest.raises(BadPolicy, match="matches no layer"):
         plan_quantization(fp8_plan.base, None, Policy(keep_fp16=["down.*"]), built[0])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--precision", "fp8"], "fp8 needs an NVIDIA GPU"),
-        (["--policy", "policy.toml"], "is an option of --precision fp8"),
-        (["--report"], "is an option of --precision fp8"),
-        (["--vae-precision", "fp8"], "fp8 is not supported for the VAE"),
-        (["--precision", "fp8", "--runtime", "tensorrt-rtx", "--gpu", "l4"], "not supported for tensorrt-rtx"),
-    ],
-)
-def test_command_refuses(arguments: list[str], message: str, toy_folder: Path, tmp_path: Path) -> None:
-    ran = CliRunner().invoke(app, ["build", str(toy_folder), "--store", str(tmp_path / "store"), *arguments])
-    assert ran.exit_code == 2
-    assert message in " ".join(ran.output.replace("│", " ").split()), ran.output

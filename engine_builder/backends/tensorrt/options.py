@@ -115,6 +115,6 @@ def plan_targets(gpu: Target, gpus: Sequence[str], options: PlanOptions) -> tupl
         raise InvalidOption(
             f"{library.title} builds for any of its GPUs, and none is named.", "Name one or more, such as --gpu a10g."
         )
-    tag = library.version_tag(str(import_library(library).__version__))
     capabilities = sorted({find_capability(name) for name in gpus}, key=lambda name: int(name[2:]))
+    tag = library.version_tag(str(import_library(library).__version__))
     return tuple(Target("cuda", "", capability, tag) for capability in capabilities)
