@@ -17,10 +17,12 @@ TEST_PROCESSES ?= 2
 export OMP_WAIT_POLICY ?= PASSIVE
 
 BIN := .venv/bin
+SKIPPED := .preheat/skipped-tests.txt
+PYTEST := $(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist loadfile
 READY := .venv/.ready
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet
 
-.PHONY: setup demo serve playground test test-full slow soak test-load load check docs
+.PHONY: setup demo serve playground test test-skipped test-full slow soak test-load load check docs
 .DEFAULT_GOAL := demo
 
 setup: $(READY)
@@ -51,9 +53,13 @@ serve: $(READY)
 playground: $(READY)
 	$(BIN)/preheat playground
 
-# The tests of a file run in one process, so that they share its fixtures.
+# The tests of a file run in one process, so that they share its fixtures. The names of skipped tests are kept.
 test: $(READY)
-	$(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist loadfile
+	$(PYTEST) --write-skipped $(SKIPPED)
+
+# The tests that the last `make test` skipped, after their tools were installed.
+test-skipped: $(READY)
+	test ! -s $(SKIPPED) || $(PYTEST) @$(SKIPPED)
 
 # All tests, also those that are too slow for CI.
 test-full: test slow soak test-load

@@ -41,6 +41,7 @@ from tests.support import controlnets, toy_sdxl
 from tests.support import object_store as ceph
 from tests.support.faulty_proxy import FaultyProxy
 from tests.support.object_store import ObjectStore
+from tests.support.skipped_tests import pytest_addoption, pytest_terminal_summary  # noqa: F401  hooks of pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MODEL_FOLDER = REPOSITORY / "data" / "tiny-sdxl"
