@@ -22,8 +22,8 @@ from engine_builder.stores.store import WritableStore, open_writable_store
 from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.cold_start import ColdStart
-from model.denoising.edm_schedule import EdmSchedule, schedule_from_config, schedule_from_dict
-from model.denoising.sampler_names import EDM_SAMPLERS, SAMPLERS, configured_sampler
+from model.denoising.edm_schedule import EdmSchedule, schedule_from_dict
+from model.denoising.sampler_names import EDM_SAMPLERS, SAMPLERS
 from model.denoising.samplers import pad_schedules, sampler_schedule, split_schedule
 from model.errors import ManifestError, RequestRefused
 from model.loading.load import Loaded, load_release
@@ -36,7 +36,7 @@ from tests.conftest import MODEL_FOLDER
 from tests.support import toy_sdxl
 from tests.support.images import largest_difference
 from tests.support.reference import Reference
-from tests.support.schedulers import EDM_SCHEDULERS
+from tests.support.schedulers import EDM_SCHEDULERS, read_edm_schedule
 
 TOLERANCE = 2  # of 255: float32 rounding, in another order
 CASES = 8
@@ -152,7 +152,7 @@ def test_schedule_denoises_like_diffusers(sampler: str, steps: int, changed: dic
     kind, settings = EDM_SCHEDULERS[sampler]
     scheduler: Any = kind.from_config(config, **settings)  # type: ignore[attr-defined]
     scheduler.set_timesteps(steps)
-    schedule = sampler_schedule(sampler, steps, schedule_from_config(config))
+    schedule = sampler_schedule(sampler, steps, read_edm_schedule(config))
     assert np.allclose(schedule.timesteps, scheduler.timesteps.double(), atol=1e-6)
     assert schedule.init_sigma == pytest.approx(float(scheduler.init_noise_sigma), rel=1e-6)
     generators = [torch.Generator().manual_seed(1) for _ in range(2)]
@@ -188,30 +188,13 @@ def test_release_has_the_facts_of_the_model(edm: Loaded) -> None:
 
 
 def test_schedule_is_unchanged_by_a_manifest() -> None:
-    schedule = schedule_from_config(SCHEDULER | {"sigma_data": 1.0})
+    schedule = read_edm_schedule(SCHEDULER | {"sigma_data": 1.0})
     assert schedule_from_dict(json.loads(json.dumps(schedule.to_dict()))) == schedule
     for damage in ({"sigma_max": None}, {"formulation": "other"}, {"unknown": 1}, {"sigma_data": float("nan")}):
         with pytest.raises(ManifestError, match="noise schedule"):
             schedule_from_dict(schedule.to_dict() | damage)
     with pytest.raises(RequestRefused, match="has no refiner"):
         split_schedule(sampler_schedule("Euler", 4, schedule), schedule, 0.5)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("sigma_schedule", "exponential"), ("thresholding", True), ("solver_order", 3), ("prediction_type", "sample"),
-     ("final_sigmas_type", "sigma_min"), ("sigma_max", -1.0), ("rho", "7")],
-)  # fmt: skip
-def test_refuses_an_unsupported_setting_by_name(key: str, value: Any) -> None:
-    with pytest.raises(ManifestError, match=key):
-        schedule_from_config(SCHEDULER | {key: value})
-
-
-def test_reads_the_sampler_of_each_class() -> None:
-    for sampler, (kind, settings) in EDM_SCHEDULERS.items():
-        assert configured_sampler(SCHEDULER | settings | {"_class_name": kind.__name__}) == sampler
-    with pytest.raises(ManifestError, match="algorithm_type"):
-        configured_sampler(SCHEDULER | {"algorithm_type": "deis"})
 
 
 def test_manifest_without_normalization_has_no_entry_of_it() -> None:

@@ -217,7 +217,7 @@ def test_release_has_the_facts_of_the_model(toy: Loaded, folders: dict[str, Path
 def test_build_names_the_replaced_scheduler(folders: dict[str, Path], store_folder: Path) -> None:
     arguments = ["build", str(folders["1.5"]), "--name", "toy-sd", "--store", str(store_folder)]
     output = " ".join(CliRunner().invoke(app, arguments, catch_exceptions=False).output.split())
-    assert "Its scheduler, PNDMScheduler, is not served" in output and "use Euler" in output
+    assert "PNDMScheduler is not served. Requests without `scheduler` use Euler" in output
 
 
 @pytest.mark.parametrize("field", ["original_size", "crop", "target_size"])
@@ -308,8 +308,9 @@ MIXED: dict[str, tuple[Mix, str]] = {
     "attention masks": (
         lambda f, _: edit_json(f / "text_encoder/config.json", use_attention_mask=True), "its use_attention_mask is",
     ),
-    "offset that diffusers replaces": (
-        lambda f, _: edit_json(f / "scheduler/scheduler_config.json", steps_offset=0), "steps_offset is 0",
+    "scheduler of flow matching": (
+        lambda f, _: edit_json(f / "scheduler/scheduler_config.json", _class_name="FlowMatchEulerDiscreteScheduler"),
+        "_class_name is 'FlowMatchEulerDiscreteScheduler'",
     ),
     "no text encoder": (lambda f, _: shutil.rmtree(f / "text_encoder"), "has no text_encoder/config.json"),
     "index of SDXL": (

@@ -6,9 +6,10 @@ import numpy as np
 import torch
 
 from engine_builder.benchmarks.bench import Work, encode_all
+from engine_builder.building.compare_schedulers import diffusers_scheduler
 from engine_builder.checkpoints.find import find_checkpoints
 from engine_builder.checkpoints.folder import Checkpoint, variant_of
-from model.denoising.sampler_names import DIFFUSERS_CLASSES, REPLACED_CLASSES, configured_sampler
+from engine_builder.checkpoints.scheduler_config import read_scheduler
 from model.errors import RequestRefused
 from model.images.encode import Pixels
 from model.pipeline.params import GenerationParams
@@ -30,7 +31,7 @@ def find_peer(model: str, params: GenerationParams) -> Checkpoint:
             f"this release ends its guidance after {params.end_cfg_frac:g} of the steps, and a peer does not: publish "
             "it without that default (defaults.json).",
         )
-    peer_sampler = configured_sampler(folder.config("scheduler", "scheduler_config.json"))
+    peer_sampler = read_scheduler(folder).sampler
     if params.scheduler != peer_sampler:
         raise RequestRefused(
             "scheduler",
@@ -45,8 +46,7 @@ def diffusers_pipeline(folder: Checkpoint, precision: str, compiled: bool) -> An
 
     Compiled means channels_last, fused projections, and torch.compile with CUDA graphs on UNet and decoder. diffusers
     would convert an fp16 SDXL decoder with `force_upcast` to fp32 and back for each image. CUDA graphs would be
-    captured again each time. So a compiled decoder stays in fp32. A scheduler that a release replaces is replaced here
-    too.
+    captured again each time. So a compiled decoder stays in fp32. The scheduler is that of the release.
     """
     import diffusers
     from diffusers.utils import logging
@@ -60,9 +60,8 @@ def diffusers_pipeline(folder: Checkpoint, precision: str, compiled: bool) -> An
     options = {"variant": variant_of(folder, "unet"), "use_safetensors": True}
     options |= {"add_watermarker": False} if is_sdxl else {"safety_checker": None, "requires_safety_checker": False}
     pipeline = kind.from_pretrained(folder.root, dtype=getattr(torch, precision), **options).to(device)
-    if sampler := REPLACED_CLASSES.get(type(pipeline.scheduler).__name__):
-        [name] = [name for name, served in DIFFUSERS_CLASSES.items() if served == sampler]
-        pipeline.scheduler = getattr(diffusers, name).from_config(pipeline.scheduler.config)
+    scheduler = read_scheduler(folder)
+    pipeline.scheduler = diffusers_scheduler(scheduler.config, scheduler.schedule, scheduler.sampler)
     pipeline.set_progress_bar_config(disable=True)
     if not compiled:
         return pipeline

@@ -14,7 +14,6 @@ from engine_builder.networks.controlnet import components_of_controlnets
 from engine_builder.networks.ip_adapter import components_of_ip_adapters
 from engine_builder.networks.network import ModuleReader, Network, load_network
 from engine_builder.quantization.plan import Quantization
-from model.denoising.sampler_names import REPLACED_CLASSES
 from model.errors import PreheatError
 from model.loading.target import Target
 from model.pipeline.spec import (
@@ -207,12 +206,6 @@ class BuildPlan:
     def upcasts_vae(self) -> bool:
         """True if the VAE's config has force_upcast, as diffusers defaults to. Only its SDXL pipelines read it."""
         return self.base.family == "sdxl" and bool(self.base.config("vae").get("force_upcast", True))
-
-    @property
-    def replaced_sampler(self) -> tuple[str, str] | None:
-        """The class of the model's scheduler and the sampler that replaces it as the release's default, if one does."""
-        name = str(self.base.config("scheduler", "scheduler_config.json").get("_class_name"))
-        return (name, REPLACED_CLASSES[name]) if name in REPLACED_CLASSES else None
 
     def buckets_of(self, network: Network) -> list[Bucket]:
         """Return the buckets that one component is compiled for.

@@ -4,10 +4,10 @@ import math
 from typing import Any
 
 from engine_builder.checkpoints.folder import FAMILY_TITLES, Checkpoint, CheckpointError
+from engine_builder.checkpoints.scheduler_config import read_scheduler
 from engine_builder.checkpoints.tokenizers import export_tokenizer
 from engine_builder.stores.store import WritableStore
-from model.denoising.edm_schedule import AnyNoiseSchedule, EdmSchedule, schedule_from_config
-from model.denoising.sampler_names import configured_sampler
+from model.denoising.edm_schedule import AnyNoiseSchedule, EdmSchedule
 from model.denoising.samplers import sampler_schedule
 from model.errors import ManifestError, RequestRefused
 from model.loading.served import read_defaults
@@ -120,14 +120,14 @@ def read_noise_schedules(base: Checkpoint, refiner: Checkpoint | None) -> dict[s
 
     Raises CheckpointError for unsupported settings, or if the refiner's schedule differs.
     """
-    schedules = {"base": _read_noise_schedule(base)}
+    schedules = {"base": read_scheduler(base).schedule}
     if refiner is not None:
         if isinstance(schedules["base"], EdmSchedule):
             raise CheckpointError(
                 f"{base.root} is a model in the EDM formulation, which has no refiner.",
                 "Leave out the refiner (--no-refiner).",
             )
-        schedules["refiner"] = _read_noise_schedule(refiner)
+        schedules["refiner"] = read_scheduler(refiner).schedule
         if schedules["refiner"] != schedules["base"]:
             raise CheckpointError(
                 f"{refiner.root} was trained with another noise schedule than {base.root}, so it cannot continue its "
@@ -137,40 +137,21 @@ def read_noise_schedules(base: Checkpoint, refiner: Checkpoint | None) -> dict[s
     return schedules
 
 
-def _read_noise_schedule(checkpoint: Checkpoint) -> AnyNoiseSchedule:
-    try:
-        schedule = schedule_from_config(checkpoint.config("scheduler", "scheduler_config.json"))
-    except ManifestError as error:
-        raise CheckpointError(f"{checkpoint.root}/scheduler: {error.args[0]}", "Fix that file.") from error
-    if isinstance(schedule, EdmSchedule):
-        return schedule
-    if checkpoint.family == "sd" and schedule.steps_offset != 1:
-        raise CheckpointError(
-            f"{checkpoint.root}/scheduler: steps_offset is {schedule.steps_offset}, and diffusers' "
-            "StableDiffusionPipeline replaces it by 1.",
-            'Set "steps_offset": 1 in scheduler_config.json.',
-        )
-    return schedule
-
-
 def read_release_defaults(base: Checkpoint, refiner: Checkpoint | None) -> dict[str, object]:
     """Return the default request values: the checkpoint's scheduler and the entries of its optional defaults.json.
 
     The size is left out, because it is the release's native one. Raises CheckpointError for values that cannot be
     served.
     """
-    try:
-        sampler = configured_sampler(base.config("scheduler", "scheduler_config.json"))
-    except ManifestError as error:
-        raise CheckpointError(f"{base.root}/scheduler: {error.args[0]}", "Fix that file.") from error
+    scheduler = read_scheduler(base)
     entries = {key: value for key, value in _defaults_json(base).items() if key not in ("height", "width")}
-    defaults: dict[str, object] = {"scheduler": sampler} | entries
+    defaults: dict[str, object] = {"scheduler": scheduler.sampler} | entries
     try:
         checked = read_defaults(defaults)
     except ManifestError as error:
         raise CheckpointError(f"{base.root}/defaults.json: {error.args[0]}", "Fix that file.") from error
     try:
-        sampler_schedule(checked.scheduler, checked.num_inference_steps, _read_noise_schedule(base))
+        sampler_schedule(checked.scheduler, checked.num_inference_steps, scheduler.schedule)
     except RequestRefused as error:
         raise CheckpointError(f"{base.root}: the default for {error}", "Fix defaults.json or the preset.") from error
     if checked.use_refiner and refiner is None:

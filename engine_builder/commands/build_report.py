@@ -22,15 +22,14 @@ if TYPE_CHECKING:
 
 def print_plan(plan: "BuildPlan") -> None:
     """Print what is built, and what it includes."""
+    from engine_builder.checkpoints.scheduler_config import read_scheduler
+
     console.print(
         f"Building [bold]{plain(plan.model)}[/] for {', '.join(target.key for target in plan.targets)} in "
         f"{plan.precision}{_vae_remark(plan)}{_sizes_remark(plan)}{_source_remark(plan)}"
     )
-    if replaced := plan.replaced_sampler:
-        console.print(
-            f"Its scheduler, {replaced[0]}, is not served, because it reads several previous steps. Requests without "
-            f"`scheduler` use {replaced[1]}; set another one in defaults.json."
-        )
+    for warning in read_scheduler(plan.base).warnings:
+        console.print(f"[yellow]warning[/] Its scheduler: {plain(warning)}")
     console.print(_image_remark(plan))
     if plan.base.controlnets:
         console.print(_control_remark(plan))

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from engine_builder.checkpoints.scheduler_config import diffusers_class
 from model.api.body_limit import MAX_BODY_BYTES, MAX_TOTAL_BODY_BYTES
 from model.api.describe import Description
 from model.api.request import (
@@ -22,7 +23,7 @@ from model.api.request import (
     MaskRequest,
 )
 from model.api.service import HEARTBEAT_SECONDS, STATUS
-from model.denoising.sampler_names import DIFFUSERS_CLASSES, DPM_VARIANTS, SAMPLERS
+from model.denoising.sampler_names import SAMPLERS
 from model.images.containers import MAX_JPEG_SCAN_PIXELS, MAX_JPEG_SCANS
 from model.images.inputs import MAX_FILE_BYTES, MAX_INPUT_PIXELS, MAX_INPUT_SIDE
 from model.images.postprocess import RING_WIDTH
@@ -447,10 +448,11 @@ def _default(field: Mapping[str, Any]) -> str:
 
 def _classes(sampler: str) -> list[str]:
     """Return the diffusers classes and options of a sampler."""
-    if sampler in DPM_VARIANTS.values():
-        (algorithm, karras), *_ = (options for options, name in DPM_VARIANTS.items() if name == sampler)
-        return [f"`DPMSolverMultistepScheduler` with `algorithm_type` `{algorithm}`, `use_karras_sigmas` {karras}"]
-    return [f"`{known}`" for known, name in DIFFUSERS_CLASSES.items() if name == sampler]
+    name, settings = diffusers_class(sampler, is_edm=False)
+    options = ", ".join(
+        f"`{key}` {f'`{value}`' if isinstance(value, str) else value}" for key, value in settings.items()
+    )
+    return [f"`{name}` with {options}" if options else f"`{name}`"]
 
 
 def _record(record: type) -> str:

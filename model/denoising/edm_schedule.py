@@ -8,25 +8,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from model.denoising.noise_schedule import NoiseSchedule
-from model.denoising.sampler_names import EDM_CLASSES
+from model.denoising.noise_schedule import SUPPORTED, InvalidSchedule, NoiseSchedule
 from model.errors import ManifestError
 
 _FORMULATION = ("formulation", "edm")  # an entry of a manifest's schedule that NoiseSchedule does not have
-_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "sigma_schedule": ("karras",),
-    "prediction_type": ("epsilon", "v_prediction"),
-    "final_sigmas_type": ("zero",),
-    "thresholding": (False,),
-    "solver_order": (2,),
-    "solver_type": ("midpoint",),
-}
 _RANGES = {"sigma_min": (1e-6, 1.0), "sigma_max": (1.0, 1e4), "sigma_data": (1e-3, 1e3), "rho": (1.0, 100.0)}
 
 
 @dataclass(frozen=True)
 class EdmSchedule:
-    """Fields are named as in diffusers' EDM schedulers. The constructor raises ManifestError naming the field."""
+    """Fields are named as in diffusers' EDM schedulers. The constructor raises InvalidSchedule."""
 
     sigma_min: float = 0.002
     sigma_max: float = 80.0
@@ -38,21 +29,13 @@ class EdmSchedule:
         for field in fields(self):
             value = getattr(self, field.name)
             if type(value) is not field.type and not (field.type is float and type(value) is int):
-                raise ManifestError(f"noise schedule: {field.name} is {value!r}, not of type {field.type}.")
-            if field.name in _SUPPORTED and value not in _SUPPORTED[field.name]:
-                raise ManifestError(f"noise schedule: {field.name} is {value!r}; served: {_SUPPORTED[field.name]}.")
+                raise InvalidSchedule(field.name, f"is {value!r:.80}, not of type {field.type}.")
+            if field.name in SUPPORTED and value not in SUPPORTED[field.name]:
+                served = " or ".join(SUPPORTED[field.name])
+                raise InvalidSchedule(field.name, f"is {value!r:.80}; served: {served}.")
         for name, (minimum, maximum) in _RANGES.items():
             if not minimum <= getattr(self, name) <= maximum:
-                raise ManifestError(f"noise schedule: {name} is {getattr(self, name)}, not {minimum} to {maximum}.")
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> "EdmSchedule":
-        """Read the scheduler_config.json of an EDM class of diffusers. Raises ManifestError naming a key."""
-        for key, values in _SUPPORTED.items():
-            if key in config and config[key] not in values:
-                served = " or ".join(map(repr, values))
-                raise ManifestError(f"scheduler_config.json: {key} is {config[key]!r}; served: {served}.", "")
-        return cls(**{field.name: config[field.name] for field in fields(cls) if field.name in config})
+                raise InvalidSchedule(name, f"is {getattr(self, name)}, not {minimum} to {maximum}.")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values, for a release's manifest."""
@@ -60,11 +43,6 @@ class EdmSchedule:
 
 
 AnyNoiseSchedule = NoiseSchedule | EdmSchedule
-
-
-def schedule_from_config(config: Mapping[str, Any]) -> AnyNoiseSchedule:
-    """Read a diffusers scheduler_config.json of any known class. Raises ManifestError."""
-    return (EdmSchedule if config.get("_class_name") in EDM_CLASSES else NoiseSchedule).from_config(config)
 
 
 def schedule_from_dict(values: Mapping[str, Any]) -> AnyNoiseSchedule:

@@ -1,6 +1,5 @@
-"""The noise schedule that a model was trained with, as its scheduler_config.json describes it."""
+"""The noise schedule that a model was trained with."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -13,41 +12,29 @@ from model.validation import MAX_STEPS, MAX_TRAIN_TIMESTEPS
 
 Floats = NDArray[np.float64]
 
-# Keys that a file must have, because diffusers' scheduler classes disagree on their defaults.
-REQUIRED = ("beta_start", "beta_end", "beta_schedule", "clip_sample")
-OWN_SPACING = "default"  # timestep_spacing of a file without this key: each sampler has that of its diffusers class
-# Settings that change the coefficients, with the values for which the samplers are correct.
-SUPPORTED: dict[str, tuple[Any, ...]] = {
+OWN_SPACING = "default"  # timestep_spacing of a model that leaves it to the samplers: each has its diffusers class's
+SUPPORTED = {
     "beta_schedule": ("scaled_linear", "linear"),
     "timestep_spacing": ("leading", "trailing", "linspace", OWN_SPACING),
     "prediction_type": ("epsilon", "v_prediction"),
-    "trained_betas": (None,),
-    "clip_sample": (False,),
-    "thresholding": (False, None),
-    "rescale_betas_zero_snr": (False, None, True),
-    "final_sigmas_type": ("zero",),
-    "interpolation_type": ("linear",),
-    "timestep_type": ("discrete",),
-    "use_karras_sigmas": (False, None),
-    "use_exponential_sigmas": (False, None),
-    "use_beta_sigmas": (False, None),
-    "use_lu_lambdas": (False, None),
-    "use_flow_sigmas": (False, None),
-    "algorithm_type": ("dpmsolver++",),
-    "solver_order": (2,),
-    "solver_type": ("midpoint",),
-    "lambda_min_clipped": (-math.inf,),
-    "variance_type": (None,),
 }
 
 _ADDED_FIELDS = {"rescale_betas_zero_snr"}  # since the first version of a release's manifest
+
+
+class InvalidSchedule(ManifestError):
+    """A field of a noise schedule has an invalid value. `problem`: the sentence after the field's name."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"noise schedule: {field} {problem}")
+        self.field, self.problem = field, problem
 
 
 @dataclass(frozen=True)
 class NoiseSchedule:
     """The noise that a model was trained with, and the spacing of inference steps. Fields are named as in diffusers.
 
-    An instance is always valid: the constructor raises ManifestError naming the field. Only LCM uses
+    An instance is always valid: the constructor raises InvalidSchedule. Only LCM uses
     `original_inference_steps` and `timestep_scaling`. `timestep_spacing` may be OWN_SPACING.
     """
 
@@ -68,15 +55,14 @@ class NoiseSchedule:
             value = getattr(self, field.name)
             # An int is accepted for a float; a bool, though a subclass of int, is not.
             if type(value) is not field.type and not (field.type is float and type(value) is int):
-                raise ManifestError(f"noise schedule: {field.name} is {value!r}, not of type {field.type}.")
+                raise InvalidSchedule(field.name, f"is {value!r:.80}, not of type {field.type}.")
             if field.name in SUPPORTED and value not in SUPPORTED[field.name]:
                 served = " or ".join(SUPPORTED[field.name])
-                raise ManifestError(f"noise schedule: {field.name} is {value!r}; served: {served}.")
+                raise InvalidSchedule(field.name, f"is {value!r:.80}; served: {served}.")
         if self.rescale_betas_zero_snr and self.prediction_type == "epsilon":
-            raise ManifestError(
-                "noise schedule: rescale_betas_zero_snr is true and prediction_type is epsilon. At zero signal the "
-                "noise says nothing about the image.",
-                "Set prediction_type to v_prediction if the model was trained for it.",
+            raise InvalidSchedule(
+                "prediction_type",
+                "is epsilon, and rescale_betas_zero_snr is true. At zero signal, noise says nothing about the image.",
             )
         count = self.num_train_timesteps
         ranges: dict[str, tuple[float, float]] = {
@@ -86,38 +72,14 @@ class NoiseSchedule:
             "original_inference_steps": (1, count),
             "timestep_scaling": (1e-3, 1e3),
             "beta_start": (1e-8, 0.5),
-            "beta_end": (self.beta_start, 0.5),
+            "beta_end": (1e-8, 0.5),
         }
         for name, (minimum, maximum) in ranges.items():
             value = getattr(self, name)
             if not minimum <= value <= maximum:
-                raise ManifestError(f"noise schedule: {name} is {value}, not {minimum} to {maximum}.")
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> "NoiseSchedule":
-        """Read a diffusers scheduler_config.json of any known class. As in diffusers, unknown keys are ignored.
-
-        Raises ManifestError naming the key of a setting that is not supported, or of a missing one on whose default the
-        classes disagree.
-        """
-        for key in REQUIRED:
-            if key not in config:
-                raise ManifestError(f"scheduler_config.json lacks {key}.", "Add it: the samplers' defaults differ.")
-        spacings = tuple(value for value in SUPPORTED["timestep_spacing"] if value != OWN_SPACING)
-        supported = SUPPORTED | {"timestep_spacing": spacings}
-        if config.get("_class_name") == "DPMSolverMultistepScheduler":
-            # For this class these settings choose among the public samplers; see configured_sampler.
-            supported["use_karras_sigmas"] = (False, None, True)
-            supported["algorithm_type"] = ("dpmsolver++", "sde-dpmsolver++")
-        for key, values in supported.items():
-            if key in config and config[key] not in values:
-                served = " or ".join(map(repr, values))
-                raise ManifestError(f"scheduler_config.json: {key} is {config[key]!r}; served: {served}.", "")
-        settings: dict[str, Any] = {"num_train_timesteps": 1000, "steps_offset": 0, "set_alpha_to_one": True}
-        settings["timestep_spacing"] = OWN_SPACING
-        settings |= {field.name: config[field.name] for field in fields(cls) if field.name in config}
-        settings["rescale_betas_zero_snr"] = bool(config.get("rescale_betas_zero_snr"))
-        return cls(**settings)
+                raise InvalidSchedule(name, f"is {value}, not {minimum} to {maximum}.")
+        if self.beta_start > self.beta_end:
+            raise InvalidSchedule("beta_start", f"is {self.beta_start}, more than beta_end, {self.beta_end}.")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values, for a release's manifest.

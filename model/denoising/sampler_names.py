@@ -1,10 +1,9 @@
 """The samplers' public names. Imports no numpy: the request's schema needs the names before torch is imported."""
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from model.errors import ManifestError, RequestRefused
+from model.errors import RequestRefused
 from model.validation import MAX_STEPS_HEUN, MAX_STEPS_LCM
 
 SAMPLERS: tuple[str, ...] = (
@@ -21,20 +20,6 @@ DIFFUSERS_CLASSES = {
     "DDIMScheduler": "DDIM",
     "DPMSolverMultistepScheduler": "DPM++ 2M",
     "LCMScheduler": "LCM",
-}
-# A class that reads several previous estimates, where the tables of coefficients have one -> the sampler of releases
-# whose model has that class: the closest on data/tiny-sdxl (docs/log/correctness.md).
-REPLACED_CLASSES = {"PNDMScheduler": "Euler"}
-# diffusers' DPM++ class implements three of the samplers, chosen by algorithm_type and use_karras_sigmas.
-DPM_VARIANTS = {
-    ("dpmsolver++", False): "DPM++ 2M",
-    ("dpmsolver++", True): "DPM++ 2M Karras",
-    ("sde-dpmsolver++", True): "DPM++ 2M SDE Karras",
-}
-# diffusers' classes for models in the EDM formulation, with the sampler of each algorithm_type.
-EDM_CLASSES: dict[str, dict[str, str]] = {
-    "EDMEulerScheduler": {"dpmsolver++": "Euler"},
-    "EDMDPMSolverMultistepScheduler": {"dpmsolver++": "DPM++ 2M Karras", "sde-dpmsolver++": "DPM++ 2M SDE Karras"},
 }
 EDM_SAMPLERS = ("Euler", "DPM++ 2M Karras", "DPM++ 2M SDE Karras")
 
@@ -91,31 +76,3 @@ def smallest_strength(steps: int) -> float:
     1 / steps itself is not enough for each number: in floating point 49 * (1 / 49) is less than 1.
     """
     return math.ceil(1e4 / steps) / 1e4
-
-
-def configured_sampler(config: Mapping[str, Any]) -> str:
-    """Return the public name of the sampler in a scheduler_config.json, a release's default, or of its replacement.
-
-    Raises ManifestError.
-    """
-    name = str(config.get("_class_name"))
-    if name in REPLACED_CLASSES:
-        return REPLACED_CLASSES[name]
-    if name in EDM_CLASSES:
-        algorithm = str(config.get("algorithm_type", "dpmsolver++"))
-        if algorithm not in EDM_CLASSES[name]:
-            raise ManifestError(f"scheduler_config.json: algorithm_type is {algorithm!r}, not one of {name}.", "")
-        return EDM_CLASSES[name][algorithm]
-    if name not in DIFFUSERS_CLASSES:
-        raise ManifestError(
-            f"scheduler_config.json: _class_name is {name!r}, not one of "
-            f"{', '.join([*DIFFUSERS_CLASSES, *REPLACED_CLASSES, *EDM_CLASSES])}.",
-            "",
-        )
-    if name != "DPMSolverMultistepScheduler":
-        return DIFFUSERS_CLASSES[name]
-    pair = (str(config.get("algorithm_type", "dpmsolver++")), bool(config.get("use_karras_sigmas")))
-    if pair not in DPM_VARIANTS:
-        served = " or ".join(map(str, DPM_VARIANTS))
-        raise ManifestError(f"scheduler_config.json: algorithm_type, use_karras_sigmas {pair}, not {served}.", "")
-    return DPM_VARIANTS[pair]

@@ -1,5 +1,6 @@
-"""The schedulers of diffusers that implement our samplers."""
+"""The schedulers of diffusers that implement our samplers, and noise schedules from configs."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from diffusers import (
@@ -12,6 +13,10 @@ from diffusers import (
     HeunDiscreteScheduler,
     LCMScheduler,
 )
+
+from engine_builder.checkpoints.scheduler_config import read_scheduler_config
+from model.denoising.edm_schedule import EdmSchedule
+from model.denoising.noise_schedule import NoiseSchedule
 
 # Sampler -> class, and the settings that differ from the checkpoint's.
 DIFFUSERS_SCHEDULERS: dict[str, tuple[type, dict[str, Any]]] = {
@@ -33,3 +38,17 @@ EDM_SCHEDULERS: dict[str, tuple[type, dict[str, Any]]] = {
     "DPM++ 2M Karras": (EDMDPMSolverMultistepScheduler, {}),
     "DPM++ 2M SDE Karras": (EDMDPMSolverMultistepScheduler, {"algorithm_type": "sde-dpmsolver++"}),
 }
+
+
+def read_noise_schedule(config: Mapping[str, Any]) -> NoiseSchedule:
+    """Return the noise schedule of the scheduler_config.json of an SDXL."""
+    schedule = read_scheduler_config(config, "sdxl").schedule
+    assert isinstance(schedule, NoiseSchedule)
+    return schedule
+
+
+def read_edm_schedule(config: Mapping[str, Any]) -> EdmSchedule:
+    """Return the noise schedule of the scheduler_config.json of an SDXL in the EDM formulation."""
+    schedule = read_scheduler_config(config, "sdxl").schedule
+    assert isinstance(schedule, EdmSchedule)
+    return schedule
