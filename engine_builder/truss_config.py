@@ -11,17 +11,24 @@ from model.errors import ConfigError
 
 
 def read_truss_config(path: Path) -> Any:
-    """Return the TrussConfig in a file. Raises ConfigError if truss cannot read it."""
+    """Return the TrussConfig in a file. Raises ConfigError if the file or its content cannot be read."""
+    try:
+        text = read_file(path)
+    except OSError as error:
+        reason = (
+            "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror or error}"
+        )
+        raise ConfigError(f"{path} {reason}.", "Name a deployment's config, such as config.yaml.") from error
     with warnings.catch_warnings(action="ignore"):  # warnings of truss's dependencies
         from truss.base.truss_config import TrussConfig  # type: ignore[import-untyped]
 
         try:
-            entries = yaml.safe_load(read_file(path).decode())
+            entries = yaml.safe_load(text.decode())
             if not isinstance(entries, dict):
                 raise ValueError("it holds no settings by name")
             config = TrussConfig.from_dict(entries)
             config.to_dict()  # raises for entries that contain themselves, by an alias of YAML
             return config
-        except (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
+        except (ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
             reason = " ".join(str(error).split())[:300].rstrip(".")
             raise ConfigError(f"{path} is not a valid config.yaml: {reason}.", "See truss/configs.") from error

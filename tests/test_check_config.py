@@ -221,7 +221,9 @@ def test_ignores_settings_of_this_machine(
     monkeypatch.setenv("PREHEAT_STORE", gpu_store.url)
     monkeypatch.setenv("PREHEAT_RELEASE", release)
     code, output = check(edited(ROOT / "config.yaml", tmp_path, store="", release=""))
-    assert code == 1 and "No store is configured" in output
+    assert code == 1 and "No store is configured. Set model_metadata.preheat.store in the config, or check" in output
+    assert "with --store. A replica does not have this machine's variables." in output
+    assert "PREHEAT_STORE" not in output, "a fix that does not help"
 
 
 @pytest.mark.parametrize("scheme", ["s3", "S3"])
@@ -485,7 +487,8 @@ def test_refuses_a_path_that_is_not_a_file(kind: str, tmp_path: Path) -> None:
     elif kind == "pipe":
         os.mkfifo(path)
     code, output = check(path)
-    assert code == 1 and f"refused {path} is not a valid config.yaml" in output
+    reason = {"missing": "does not exist.", "folder": "cannot be read: ", "pipe": "cannot be read: "}[kind]
+    assert code == 1 and f"refused {path} {reason}" in output
 
 
 def test_checks_the_adapters(store: WritableStore, release: str, tmp_path: Path) -> None:

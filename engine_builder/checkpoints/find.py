@@ -6,24 +6,28 @@ from pathlib import Path
 
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
 from engine_builder.checkpoints.presets import PRESETS, Preset
+from engine_builder.checkpoints.single_file import refuse_file
 from model.pipeline.spec import COMPONENTS
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_SINGLE_FILES = (".safetensors", ".ckpt")
 _SETTINGS_PATTERNS = ["*.json", "*.txt"]
 _VAE_PATTERNS = ["diffusion_pytorch_model*.safetensors"]  # of a repository that is a VAE; models have none at the top
 _NETWORK_FOLDERS = dict.fromkeys(spec.checkpoint_folder for spec in COMPONENTS.values())
 _SUBFOLDERS = [f"{root}{folder}" for root in ("", "refiner/") for folder in _NETWORK_FOLDERS]
 
 
-def find_checkpoint_folder(folder_or_hub_id: str) -> Path:
+def find_checkpoint_folder(folder_or_hub_id: str, vae_of: Path | None = None) -> Path:
     """Return an existing folder, or download the Hub repository with this id and return its folder in the Hub's cache.
 
-    Of each network's weights only the fp16 files are downloaded, or all files if the network has no fp16 files. A
-    repeated call continues an interrupted download. Raises CheckpointError if the argument is neither a folder nor a
-    Hub id, or if the download fails.
+    `vae_of`: the folder of the model if its VAE is looked for. Of each network's weights only the fp16 files are
+    downloaded, or all files if the network has no fp16 files. A repeated call continues an interrupted download. Raises
+    CheckpointError if the argument is neither a folder nor a Hub id, or if the download fails.
     """
     if os.path.isdir(folder_or_hub_id):  # Path.is_dir raises for a name that is too long, and without permission
         return Path(folder_or_hub_id)
+    if os.path.isfile(folder_or_hub_id):
+        raise refuse_file(Path(folder_or_hub_id), vae_of)
     if not _HUB_ID.fullmatch(folder_or_hub_id):
         raise CheckpointError(f"{folder_or_hub_id} is neither a folder nor a Hub id (owner/model).")
     return _download(folder_or_hub_id)
@@ -40,7 +44,7 @@ def find_checkpoints(
     """
     base_folder = find_checkpoint_folder(model)
     _check_has_index(base_folder, model)
-    vae_folder = find_checkpoint_folder(vae) if vae else None
+    vae_folder = find_checkpoint_folder(vae, base_folder) if vae else None
     if vae_folder is not None and _has_index(vae_folder):
         vae_folder = vae_folder / "vae"
     base = Checkpoint(base_folder, vae_folder, _find_preset(preset) if preset is not None else None)
@@ -85,6 +89,10 @@ def _download(hub_id: str) -> Path:
 def _check_has_index(folder: Path, requested: str) -> None:
     """Raise CheckpointError unless the folder has a model_index.json. `requested`: the user's folder or Hub id."""
     if not _has_index(folder):
+        files = sorted(path for path in folder.glob("*") if path.suffix in _SINGLE_FILES and path.is_file())
+        if files and not (folder / "config.json").is_file():
+            error = refuse_file(files[0])
+            raise CheckpointError(f"{requested} has no model_index.json. {error.args[0]}", error.remedy)
         raise CheckpointError(f"{requested} has no model_index.json.")
 
 

@@ -19,6 +19,7 @@ from model.pipeline.spec import CONTROLNET, IMAGE_ENCODER, SAFETY_CHECKER
 from model.store.manifest import Family
 
 DOWNLOAD_AGAIN = "Download the model again, completely."
+_CORRECT = "Correct the file, or download the model again."
 TEXT_LIMIT = 64 * 2**20  # bytes of a configuration or a vocabulary; SDXL's largest has 2 MiB
 _MAX_LEVELS = 8
 _MAX_DIMENSION = 2**20  # in a config.json; SDXL's largest is its vocabulary, 49,408
@@ -46,7 +47,7 @@ class CheckpointConfig(dict[str, Any]):
         self.path = path
 
     def __missing__(self, key: str) -> Any:
-        raise CheckpointError(f"{self.path} has no {key}.")
+        raise CheckpointError(f"{self.path} has no {key}.", "Add it, as the original model's file has it.")
 
     def size(self, key: str) -> int:
         """Return the size of a dimension. Raises CheckpointError unless it is a positive integer."""
@@ -123,7 +124,7 @@ class Checkpoint:
             )
             raise CheckpointError(f"{missing}.") from error
         if not isinstance(entries, dict):
-            raise CheckpointError(f"{path} is not a JSON object.", DOWNLOAD_AGAIN)
+            raise CheckpointError(f"{path} is not a JSON object.", _CORRECT)
         if subfolder == "scheduler":
             entries |= self._scheduler_class() | (self.preset.scheduler if self.preset else {})
         return CheckpointConfig(path, entries)
@@ -215,7 +216,7 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(read_small_file(path))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON: {str(error)[:200]}.", DOWNLOAD_AGAIN) from error
+        raise CheckpointError(f"{path} is not JSON: {str(error)[:200]}.", _CORRECT) from error
 
 
 def read_small_file(path: Path) -> bytes:
@@ -230,7 +231,8 @@ def read_small_file(path: Path) -> bytes:
             raise CheckpointError(f"{path} is a link to a missing file.", DOWNLOAD_AGAIN) from None
         raise
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.", DOWNLOAD_AGAIN) from error
+        reason = error.strerror or error
+        raise CheckpointError(f"{path} cannot be read: {reason}.", "Check the file and its permissions.") from error
 
 
 def variant_of(checkpoint: Checkpoint, subfolder: str) -> str | None:
@@ -241,7 +243,12 @@ def variant_of(checkpoint: Checkpoint, subfolder: str) -> str | None:
     folder = checkpoint.folder(subfolder)
     names = [file.name for file in folder.glob("*.safetensors")]
     if not names:
-        raise CheckpointError(f"{folder} has no .safetensors file. Other formats are not read.")
+        raise CheckpointError(
+            f"{folder} has no .safetensors file. Other formats are not read.",
+            "Load the model in diffusers and write it with save_pretrained, which saves safetensors."
+            if any(folder.glob("*.bin"))
+            else DOWNLOAD_AGAIN,
+        )
     plain = [name for name in names if ".fp16" not in name]
     return None if _is_complete(plain) or len(plain) == len(names) else "fp16"
 
@@ -259,7 +266,11 @@ def weight_files(checkpoint: Checkpoint, subfolder: str) -> list[Path]:
     paths = sorted(path for path in folder.glob("*.safetensors") if pattern.fullmatch(path.name))
     single = f"{stem}{f'.{variant}' if variant else ''}.safetensors"
     if not paths:
-        raise CheckpointError(f"{folder} has no {single}. Other names are not read.", DOWNLOAD_AGAIN)
+        names = sorted(path.name for path in folder.glob("*.safetensors"))
+        raise CheckpointError(
+            f"{folder} has no {single}. Other names are not read: {', '.join(names)[:200]}.",
+            f"Rename {names[0] if len(names) == 1 else 'the file of this network'} to {single}.",
+        )
     if not _is_complete([path.name for path in paths]):
         raise CheckpointError(f"{folder} lacks some of the files that together replace {single}.", DOWNLOAD_AGAIN)
     return paths

@@ -149,11 +149,16 @@ def read_release_defaults(base: Checkpoint, refiner: Checkpoint | None) -> dict[
     try:
         checked = read_defaults(defaults)
     except ManifestError as error:
-        raise CheckpointError(f"{base.root}/defaults.json: {error.args[0]}", "Fix that file.") from error
+        raise CheckpointError(
+            f"{base.root}/defaults.json: {error.args[0]}",
+            "Correct or remove that entry; docs/requests.md has all values.",
+        ) from error
     try:
         sampler_schedule(checked.scheduler, checked.num_inference_steps, scheduler.schedule)
     except RequestRefused as error:
-        raise CheckpointError(f"{base.root}: the default for {error}", "Fix defaults.json or the preset.") from error
+        raise CheckpointError(
+            f"{base.root}: the default for {error}", "Set such a value in defaults.json, or leave out --preset."
+        ) from error
     if checked.use_refiner and refiner is None:
         raise CheckpointError(
             f"{base.root}/defaults.json: use_refiner is true, but there is no refiner.",

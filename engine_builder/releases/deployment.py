@@ -31,8 +31,6 @@ _Result = TypeVar("_Result")
 class InvalidConfig(PreheatError):
     """The config of a deployment would fail after it is pushed."""
 
-    remedy = "Fix it in the config, and check again."
-
 
 @dataclass
 class DeploymentCheck:
@@ -95,7 +93,10 @@ def _read_config(path: Path) -> Any:
         config.validate_forbid_extra()
     except ValueError as error:
         reason = re.sub(r"\s+", " ", str(error)).strip()[:300].rstrip(".")
-        raise InvalidConfig(f"{path} has an entry that is unknown to truss: {reason}.") from error
+        raise InvalidConfig(
+            f"{path} has an entry that is unknown to truss: {reason}.",
+            "Remove it, or correct its name; truss/configs has examples.",
+        ) from error
     return config
 
 
@@ -106,7 +107,15 @@ def _read_settings(config: Any) -> Settings:
 
 def _read_release(settings: Settings, is_own_store: bool) -> Manifest:
     """Read the release. `is_own_store`: the store was named for this machine, so its path may be relative."""
-    store = settings.required("store")
+    for name in ("store", "release"):
+        if not getattr(settings, name):
+            other = ", or check against another store with --store" if name == "store" else ""
+            raise ConfigError(
+                f"No {name} is configured.",
+                f"Set model_metadata.preheat.{name} in the config{other}. A replica does not have this machine's "
+                "variables.",
+            )
+    store = settings.store
     if store.rstrip("/") in PLACEHOLDER_STORES:
         raise ConfigError(
             f"The store {store} is a placeholder.",
@@ -118,7 +127,7 @@ def _read_release(settings: Settings, is_own_store: bool) -> Manifest:
             f"The store {store} is a relative path, which a replica looks for in a folder of its own.",
             "Name s3://bucket/prefix, or file:// with the absolute path of a folder that is mounted in the replica.",
         )
-    return _open_store(settings).read_release(settings.required("release"))
+    return _open_store(settings).read_release(settings.release)
 
 
 def _open_store(settings: Settings) -> Store:
