@@ -207,11 +207,11 @@ def read_scheduler_config(
         sampler = REPLACED_CLASSES[name]
         if sampler == "DPM++ 2M" and config.get("use_karras_sigmas") is True:
             sampler = "DPM++ 2M Karras"
-        problems = {f"{name} is not served": sampler}
+        problems = {f"{name} is not served": f"{sampler}, the nearest one"}
     else:
         sampler, problems = _served_sampler(name, config, path)
     warnings = (
-        f"{problem}. Requests without `scheduler` use {used}, the nearest. They may set it, and defaults.json another."
+        f"{problem}. Requests without `scheduler` use {used}. Requests and defaults.json may set another sampler."
         for problem, used in problems.items()
     )
     # 3. the noise schedule
@@ -287,7 +287,7 @@ def _served_sampler(name: str, config: Mapping[str, Any], path: str) -> tuple[st
     return sampler, {
         f"{key} {json.dumps(value)} is not served for {name}": f"{sampler} with {json.dumps(_OPTIONS[key].served[0])}"
         if sampler == own
-        else sampler
+        else f"{sampler}, the nearest one"
         for key, value in replaced.items()
     }
 

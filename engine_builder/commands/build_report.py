@@ -22,14 +22,17 @@ if TYPE_CHECKING:
 
 def print_plan(plan: "BuildPlan") -> None:
     """Print what is built, and what it includes."""
+    from engine_builder.checkpoints.release_settings import read_release_defaults
     from engine_builder.checkpoints.scheduler_config import read_scheduler
 
     console.print(
         f"Building [bold]{plain(plan.model)}[/] for {', '.join(target.key for target in plan.targets)} in "
         f"{plan.precision}{_vae_remark(plan)}{_sizes_remark(plan)}{_source_remark(plan)}"
     )
-    for warning in read_scheduler(plan.base).warnings:
-        console.print(f"[yellow]warning[/] Its scheduler: {plain(warning)}")
+    scheduler = read_scheduler(plan.base)
+    if read_release_defaults(plan.base, plan.refiner)["scheduler"] == scheduler.sampler:  # not that of defaults.json
+        for warning in scheduler.warnings:
+            console.print(f"[yellow]warning[/] Its scheduler: {plain(warning)}")
     console.print(_image_remark(plan))
     if plan.base.controlnets:
         console.print(_control_remark(plan))

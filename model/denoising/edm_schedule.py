@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from model.denoising.noise_schedule import SUPPORTED, InvalidSchedule, NoiseSchedule
+from model.denoising.noise_schedule import InvalidSchedule, NoiseSchedule, check_fields
 from model.errors import ManifestError
 
 _FORMULATION = ("formulation", "edm")  # an entry of a manifest's schedule that NoiseSchedule does not have
@@ -26,13 +26,7 @@ class EdmSchedule:
     prediction_type: str = "epsilon"
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if type(value) is not field.type and not (field.type is float and type(value) is int):
-                raise InvalidSchedule(field.name, f"is {value!r:.80}, not of type {field.type}.")
-            if field.name in SUPPORTED and value not in SUPPORTED[field.name]:
-                served = " or ".join(SUPPORTED[field.name])
-                raise InvalidSchedule(field.name, f"is {value!r:.80}; served: {served}.")
+        check_fields(self)
         for name, (minimum, maximum) in _RANGES.items():
             if not minimum <= getattr(self, name) <= maximum:
                 raise InvalidSchedule(name, f"is {getattr(self, name)}, not {minimum} to {maximum}.")

@@ -2,13 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from model.errors import ManifestError
 from model.validation import MAX_STEPS, MAX_TRAIN_TIMESTEPS
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 Floats = NDArray[np.float64]
 
@@ -28,6 +31,19 @@ class InvalidSchedule(ManifestError):
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"noise schedule: {field} {problem}")
         self.field, self.problem = field, problem
+
+
+def check_fields(schedule: "DataclassInstance") -> None:
+    """Raise InvalidSchedule for a field that is not of its type, or not among the SUPPORTED values."""
+    for field in fields(schedule):
+        value, kind = getattr(schedule, field.name), field.type
+        assert isinstance(kind, type)
+        # An int is accepted for a float; a bool, though a subclass of int, is not.
+        if type(value) is not kind and not (kind is float and type(value) is int):
+            raise InvalidSchedule(field.name, f"is {value!r:.80}, not of type {kind.__name__}.")
+        if field.name in SUPPORTED and value not in SUPPORTED[field.name]:
+            served = " or ".join(SUPPORTED[field.name])
+            raise InvalidSchedule(field.name, f"is {value!r:.80}; served: {served}.")
 
 
 @dataclass(frozen=True)
@@ -51,14 +67,7 @@ class NoiseSchedule:
     rescale_betas_zero_snr: bool = False
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            # An int is accepted for a float; a bool, though a subclass of int, is not.
-            if type(value) is not field.type and not (field.type is float and type(value) is int):
-                raise InvalidSchedule(field.name, f"is {value!r:.80}, not of type {field.type}.")
-            if field.name in SUPPORTED and value not in SUPPORTED[field.name]:
-                served = " or ".join(SUPPORTED[field.name])
-                raise InvalidSchedule(field.name, f"is {value!r:.80}; served: {served}.")
+        check_fields(self)
         if self.rescale_betas_zero_snr and self.prediction_type == "epsilon":
             raise InvalidSchedule(
                 "prediction_type",
