@@ -73,7 +73,8 @@ def test_class_name_alone_means_its_defaults(name: str, defaults: dict[str, dict
         assert alone.schedule == full.schedule
 
 
-@pytest.mark.parametrize("name", CLASSES)
+# The constructors of KDPM2 take a second each.
+@pytest.mark.parametrize("name", [name for name in CLASSES if not name.startswith("KDPM2")])
 def test_reads_what_a_class_makes_of_other_configs(name: str, defaults: dict[str, dict[str, Any]]) -> None:
     converted = {"_class_name": "EulerDiscreteScheduler"} | SCHEDULER_DEFAULT_CONFIG
     for other in (converted, SDXL, SD_15, *defaults.values()):
