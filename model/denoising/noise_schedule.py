@@ -2,16 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from model.errors import ManifestError
 from model.validation import MAX_STEPS, MAX_TRAIN_TIMESTEPS
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 Floats = NDArray[np.float64]
 
@@ -33,8 +30,8 @@ class InvalidSchedule(ManifestError):
         self.field, self.problem = field, problem
 
 
-def check_fields(schedule: "DataclassInstance") -> None:
-    """Raise InvalidSchedule for a field that is not of its type, or not among the SUPPORTED values."""
+def check_fields(schedule: Any) -> None:
+    """Raise InvalidSchedule for a field of a noise schedule that has another type, or no SUPPORTED value."""
     for field in fields(schedule):
         value, kind = getattr(schedule, field.name), field.type
         assert isinstance(kind, type)
