@@ -38,6 +38,7 @@ from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import GenerationParams
 from model.pipeline.text_to_image import generate
 from model.store.precision import FP16, FP32
+from tests.builder.helpers import edit_json
 from tests.conftest import KEPT_TOYS, MODEL_FOLDER, file_lock
 from tests.support import toy_sdxl
 from tests.support.components import BASE_COMPONENTS
@@ -209,6 +210,8 @@ def write_few_step_model(kind: str, folder: Path) -> Path:
     shutil.copytree(MODEL_FOLDER, folder, ignore=shutil.ignore_patterns("refiner"))
     scheduler = folder / "scheduler" / "scheduler_config.json"
     scheduler.write_text(json.dumps(json.loads(scheduler.read_text()) | SCHEDULER_CONFIGS[kind]))
+    class_name = json.loads(scheduler.read_text())["_class_name"]
+    edit_json(folder / "model_index.json", scheduler=["diffusers", class_name])
     defaults = {"num_inference_steps": 4, "guidance_scale": 0.0, "width": 128, "height": 192}
     (folder / "defaults.json").write_text(json.dumps(defaults))
     return folder

@@ -303,13 +303,13 @@ MIXED: dict[str, tuple[Mix, str]] = {
     ),
     "UNet for editing": (lambda f, _: edit_json(f / "unet/config.json", in_channels=8), "takes 8 channels"),
     "class embeddings": (
-        lambda f, _: edit_json(f / "unet/config.json", class_embed_type="projection"), "its class_embed_type is",
+        lambda f, _: edit_json(f / "unet/config.json", class_embed_type="projection"), "class_embed_type is",
     ),
     "attention masks": (
-        lambda f, _: edit_json(f / "text_encoder/config.json", use_attention_mask=True), "its use_attention_mask is",
+        lambda f, _: edit_json(f / "text_encoder/config.json", use_attention_mask=True), "use_attention_mask is",
     ),
     "scheduler of flow matching": (
-        lambda f, _: edit_json(f / "scheduler/scheduler_config.json", _class_name="FlowMatchEulerDiscreteScheduler"),
+        lambda f, _: edit_json(f / "model_index.json", scheduler=["diffusers", "FlowMatchEulerDiscreteScheduler"]),
         "_class_name is 'FlowMatchEulerDiscreteScheduler'",
     ),
     "no text encoder": (lambda f, _: shutil.rmtree(f / "text_encoder"), "has no text_encoder/config.json"),

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from engine_builder.building.build_plan import BuildPlan
+from engine_builder.building.compare_schedulers import MAX_DIFFERENCE, compare_sampler
 from engine_builder.building.diffusers_networks import Counterparts, comparisons
 from engine_builder.building.diffusers_pipeline import (
     different_tokens,
     largest_difference,
     read_tokenizers,
 )
+from engine_builder.checkpoints.scheduler_config import read_scheduler
 from engine_builder.networks.float_arithmetic import float_arithmetic
 from engine_builder.networks.kernel_form import plain_operations
 from engine_builder.networks.network import digest_json, library_versions
@@ -56,12 +58,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class ComparisonReport:
-    """The differences of all networks, that of an image in levels of 255, and what the comparison took.
+    """The differences of all networks, of the default sampler's steps, and of an image in levels of 255.
 
+    seconds: of the comparison.
     added_bytes: by how much the process's largest memory grew.
     """
 
     networks: tuple[Difference, ...]
+    sampler: Difference
     image: Difference
     seconds: float
     added_bytes: int
@@ -75,7 +79,8 @@ class ComparisonReport:
         """Read a record that `to_json` wrote."""
         entries = json.loads(data)
         networks = tuple(Difference(**one) for one in entries.pop("networks"))
-        return cls(networks=networks, image=Difference(**entries.pop("image")), **entries)
+        sampler, image = (Difference(**entries.pop(name)) for name in ("sampler", "image"))
+        return cls(networks, sampler, image, **entries)
 
 
 def compare_once(
@@ -106,6 +111,14 @@ def compare_with_diffusers(plan: BuildPlan, report: Callable[[str], None] = lamb
             raise DiffersFromDiffusers(
                 f"{plan.base.root / tokenizer} encodes {text!r:.60} in other tokens than transformers does."
             )
+    report("the sampler")
+    read = read_scheduler(plan.base)
+    sampler = Difference(read.sampler, compare_sampler(read.config, read.schedule, read.sampler), MAX_DIFFERENCE)
+    if not sampler.error <= sampler.limit:
+        raise DiffersFromDiffusers(
+            f"The steps of {read.sampler} differ from those of {read.config['_class_name']} by {sampler.error:.1e} "
+            f"(relative); at most {sampler.limit:.0e} is allowed. Nothing was compiled."
+        )
     pair = Counterparts(plan)
     differences = []
     with torch.inference_mode(), plain_operations(), float_arithmetic(), quiet_libraries():
@@ -130,6 +143,7 @@ def compare_with_diffusers(plan: BuildPlan, report: Callable[[str], None] = lamb
         )
     return ComparisonReport(
         tuple(differences),
+        sampler,
         Difference("image", level, limit),
         time.perf_counter() - started,
         max(0, _peak_bytes() - peak),

@@ -1,7 +1,7 @@
 """Compare the tokenizers of a model with transformers', and two steps of the whole pipeline with diffusers'."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from PIL import Image
 
+from engine_builder.building.compare_schedulers import diffusers_scheduler
 from engine_builder.building.diffusers_networks import Counterparts
 from engine_builder.building.eager_model import eager_engines, resolve_for
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.checkpoints.release_settings import read_model_facts, read_noise_schedules
+from engine_builder.checkpoints.scheduler_config import read_scheduler
 from engine_builder.checkpoints.tokenizers import export_tokenizer
 from model.api.request import GenerationRequest
-from model.denoising.edm_schedule import EdmSchedule
-from model.denoising.sampler_names import configured_sampler
 from model.engines.engine import EngineSet
 from model.images.encode import Pixels
 from model.pipeline import spec as names
@@ -69,7 +69,7 @@ def largest_difference(pair: Counterparts) -> int:
     plan = pair.plan
     size = max(checkpoint.size_step() for checkpoint in (plan.base, plan.refiner) if checkpoint is not None)
     side = -(-SMALLEST_SIDE // size) * size
-    sampler = configured_sampler(plan.base.config("scheduler", "scheduler_config.json"))
+    sampler = read_scheduler(plan.base).sampler
     request = GenerationRequest.model_validate(
         {
             "prompt": _PROMPT, "width": side, "height": side, "num_inference_steps": STEPS, "seed": 0,
@@ -150,37 +150,15 @@ def _pipeline(pair: Counterparts, kind: Any, checkpoint: Checkpoint, denoiser: n
     for component, tokenizer in denoiser.encoders(plan.components):
         parts[names.find_component(component)[0].checkpoint_folder] = pair.library(component)
         parts[tokenizer] = CLIPTokenizer.from_pretrained(str(plan.base.root / tokenizer), local_files_only=True)
+    read = read_scheduler(plan.base)
     made = kind(
-        **parts, vae=pair.library(names.VAE_DECODER), unet=pair.library(denoiser.unet), scheduler=_scheduler(checkpoint)
+        **parts,
+        vae=pair.library(names.VAE_DECODER),
+        unet=pair.library(denoiser.unet),
+        scheduler=diffusers_scheduler(read.config, read.schedule, read.sampler),
     )
     made.set_progress_bar_config(disable=True)
     return made
-
-
-# Sampler -> diffusers' class, and the entries of its config that choose the sampler.
-_SCHEDULERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "Euler": ("EulerDiscreteScheduler", {}),
-    "Euler a": ("EulerAncestralDiscreteScheduler", {}),
-    "DDIM": ("DDIMScheduler", {}),
-    "DPM++ 2M": ("DPMSolverMultistepScheduler", {}),
-    "DPM++ 2M Karras": ("DPMSolverMultistepScheduler", {"use_karras_sigmas": True}),
-    "DPM++ 2M SDE Karras": (
-        "DPMSolverMultistepScheduler", {"use_karras_sigmas": True, "algorithm_type": "sde-dpmsolver++"},
-    ),
-    "LCM": ("LCMScheduler", {}),
-    "Heun": ("HeunDiscreteScheduler", {}),
-}  # fmt: skip
-
-
-def _scheduler(checkpoint: Checkpoint) -> Any:
-    import diffusers
-
-    config = dict(checkpoint.config("scheduler", "scheduler_config.json"))
-    sampler = configured_sampler(config)
-    name, entries = _SCHEDULERS[sampler]
-    if isinstance(read_noise_schedules(checkpoint, None)["base"], EdmSchedule):
-        name = "EDMEulerScheduler" if sampler == "Euler" else f"EDM{name}"
-    return getattr(diffusers, name).from_config(config, **entries)
 
 
 def _levels(images: Sequence[Any]) -> Pixels:

@@ -125,14 +125,8 @@ class Checkpoint:
             raise CheckpointError(f"{missing}.") from error
         if not isinstance(entries, dict):
             raise CheckpointError(f"{path} is not a JSON object.", _CORRECT)
-        if subfolder == "scheduler":
-            entries |= self._scheduler_class() | (self.preset.scheduler if self.preset else {})
-        return CheckpointConfig(path, entries)
-
-    def _scheduler_class(self) -> dict[str, Any]:
-        """Return the entry of the scheduler's class that diffusers reads: that of model_index.json."""
-        entry = self.index.get("scheduler")
-        return {"_class_name": entry[1]} if isinstance(entry, list) and len(entry) == 2 else {}
+        replaced = self.preset.scheduler if self.preset and subfolder == "scheduler" else {}
+        return CheckpointConfig(path, entries | replaced)
 
     @property
     def index(self) -> CheckpointConfig:

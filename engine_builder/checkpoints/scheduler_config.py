@@ -14,7 +14,7 @@ A class that is not served is built as the nearest sampler, with a warning (`REP
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
@@ -170,12 +170,23 @@ class SchedulerConfig:
 
 
 def read_scheduler(checkpoint: Checkpoint) -> SchedulerConfig:
-    """Read the scheduler_config.json of a checkpoint. Raises CheckpointError."""
+    """Read the scheduler_config.json of a checkpoint. Raises CheckpointError.
+
+    Its class is that of model_index.json, as in diffusers, unless a preset has one.
+    """
     entries = checkpoint.config("scheduler", "scheduler_config.json")
-    indexed = checkpoint.index.get("scheduler")
-    if isinstance(indexed, list) and len(indexed) == 2:
-        entries.setdefault("_class_name", indexed[1])
-    return read_scheduler_config(entries, checkpoint.family, f"{checkpoint.root}/scheduler/scheduler_config.json")
+    stated, of_index = entries.get("_class_name"), checkpoint.index.get("scheduler")
+    warnings: tuple[str, ...] = ()
+    is_preset = checkpoint.preset is not None and "_class_name" in checkpoint.preset.scheduler
+    if not is_preset and isinstance(of_index, list) and len(of_index) == 2 and of_index[1] != stated:
+        entries["_class_name"] = of_index[1]
+        if stated is not None:
+            warnings = (
+                f"{entries.path} names {stated!r:.80} and model_index.json {of_index[1]!r:.80}. The second one is "
+                "used, as in diffusers.",
+            )
+    read = read_scheduler_config(entries, checkpoint.family, str(entries.path))
+    return replace(read, warnings=warnings + read.warnings)
 
 
 def read_scheduler_config(

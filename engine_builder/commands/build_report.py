@@ -49,7 +49,8 @@ def print_comparison(result: "BuildResult") -> None:
     console.print(
         f"Compared with {versions} in {report.seconds:.0f} s and {report.added_bytes / 2**30:.1f} GiB more memory: "
         f"{len(report.networks)} networks, the largest relative error {worst.error:.1e} ({worst.name}; limit "
-        f"{worst.limit:.0e}); an image of two steps, {report.image.error:.0f} of 255 levels (limit "
+        f"{worst.limit:.0e}); the steps of {report.sampler.name}, {report.sampler.error:.1e} (limit "
+        f"{report.sampler.limit:.0e}); an image of two steps, {report.image.error:.0f} of 255 levels (limit "
         f"{report.image.limit:.0f})"
     )
 

@@ -152,7 +152,7 @@ REFUSED: dict[str, tuple[Change, str, str]] = {
         edit("text_encoder/config.json", hidden_act="swiglu"), "text_encoder/config.json", "hidden_act is 'swiglu'",
     ),
     "scheduler is unknown": (
-        edit("scheduler/scheduler_config.json", _class_name="UniPCMultistepScheduler"), "scheduler", "'UniPC",
+        edit(INDEX, scheduler=["diffusers", "FlowMatchEulerDiscreteScheduler"]), "scheduler", "'FlowMatchEuler",
     ),
     **{
         f"nested {file}": (write(file, NESTED_JSON), file, "is not JSON")

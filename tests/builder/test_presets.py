@@ -104,6 +104,7 @@ def test_preset_replaces_the_sampler_of_the_folder(toy_folder: Path, tmp_path: P
         use_karras_sigmas=True,
         algorithm_type="sde-dpmsolver++",
     )
+    edit_json(folder / "model_index.json", scheduler=["diffusers", "DPMSolverMultistepScheduler"])
     assert read_release_defaults(Checkpoint(folder), None)["scheduler"] == "DPM++ 2M SDE Karras"
     base = Checkpoint(folder, preset=PRESETS["lightning-4"])
     assert read_release_defaults(base, None)["scheduler"] == "Euler"

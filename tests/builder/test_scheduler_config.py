@@ -4,6 +4,8 @@ import inspect
 import json
 import math
 import re
+import shutil
+from pathlib import Path
 from typing import Any
 
 import diffusers.schedulers
@@ -11,11 +13,18 @@ import pytest
 from diffusers.loaders.single_file_utils import SCHEDULER_DEFAULT_CONFIG
 
 from engine_builder.building.compare_schedulers import MAX_DIFFERENCE, compare_sampler
-from engine_builder.checkpoints.folder import CheckpointError
-from engine_builder.checkpoints.scheduler_config import CLASS_KEYS, REPLACED_CLASSES, read_scheduler_config
+from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
+from engine_builder.checkpoints.presets import PRESETS
+from engine_builder.checkpoints.scheduler_config import (
+    CLASS_KEYS,
+    REPLACED_CLASSES,
+    read_scheduler,
+    read_scheduler_config,
+)
 from model.denoising.noise_schedule import NoiseSchedule
 from model.denoising.sampler_names import SAMPLERS
 from model.store.manifest import Family
+from tests.builder.helpers import edit_json
 from tests.support.schedulers import DIFFUSERS_SCHEDULERS, EDM_SCHEDULERS, read_noise_schedule
 from training.architecture import SCHEDULER as SDXL
 
@@ -270,3 +279,14 @@ def test_remedy_names_the_common_value() -> None:
 def test_comparison_finds_another_schedule(sampler: str, wrong: dict[str, Any]) -> None:
     assert compare_sampler(SDXL, read_noise_schedule(SDXL), sampler) < MAX_DIFFERENCE
     assert compare_sampler(SDXL, read_noise_schedule(SDXL | wrong), sampler) > MAX_DIFFERENCE
+
+
+def test_class_is_that_of_the_index(toy_folder: Path, tmp_path: Path) -> None:
+    """As in diffusers, which reads the entries of the file with the class of model_index.json."""
+    folder = Path(shutil.copytree(toy_folder, tmp_path / "model"))
+    edit_json(folder / "model_index.json", scheduler=["diffusers", "DDIMScheduler"])
+    read = read_scheduler(Checkpoint(folder))
+    assert read.sampler == "DDIM"
+    [warning] = read.warnings
+    assert "'EulerDiscreteScheduler' and model_index.json 'DDIMScheduler'. The second one is used" in warning
+    assert read_scheduler(Checkpoint(folder, preset=PRESETS["lightning-4"])).warnings == ()
