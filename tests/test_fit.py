@@ -1,49 +1,68 @@
-"""Input images in the requested size, compared with diffusers' `VaeImageProcessor.resize`."""
+"""Input images in the requested size have the pixels of diffusers and transformers."""
+
+from itertools import product
 
 import numpy as np
 import pytest
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
+from transformers import CLIPImageProcessorPil
 
 from model.errors import RequestRefused
-from model.images.fit import Pixels, Resize, check_fit, fit
+from model.images.fit import Pixels, Resize, Size, check_fit, fit, reference_square
+from model.images.inputs import MAX_INPUT_PIXELS
 from tests.support.images import largest_difference
 
-# The requested size is wider, narrower, larger, smaller; sides are odd. Width, height.
-SIZES = [((64, 48), (48, 48)), ((48, 64), (64, 40)), ((37, 53), (96, 64)), ((301, 200), (64, 64)), ((64, 64), (64, 32))]
+# From 1:3 to 3:1, landscape and portrait, with odd sides. Each is enlarged and reduced. Width, height.
+IMAGE_SIZES = [
+    (100, 300), (301, 907), (97, 211), (64, 96), (37, 53), (203, 200), (64, 64), (301, 200), (601, 301), (96, 31),
+]  # fmt: skip
+SIZES = list(product(IMAGE_SIZES, [(64, 64), (192, 192), (96, 64), (64, 96), (64, 192), (384, 128)]))
 MODES: dict[Resize, str] = {"stretch": "default", "crop": "crop", "pad": "fill"}
 
 
-def noise(size: tuple[int, int], channels: tuple[int, ...] = (3,)) -> Pixels:
+def noise(size: Size, channels: tuple[int, ...] = (3,)) -> Pixels:
     return np.random.default_rng(0).integers(0, 256, (size[1], size[0], *channels), np.uint8)
 
 
-def smooth(size: tuple[int, int]) -> Pixels:
-    y, x = np.mgrid[: size[1], : size[0]]
-    return np.stack([80 + x / 3, 200 - y / 4, (x + y) / 5], axis=-1).astype(np.uint8)
-
-
-def resized_by_diffusers(pixels: Pixels, size: tuple[int, int], resize: Resize) -> Pixels:
+def resized_by_diffusers(pixels: Pixels, size: Size, resize: Resize) -> Pixels:
     return np.asarray(VaeImageProcessor().resize(Image.fromarray(pixels), size[1], size[0], MODES[resize]))
 
 
 @pytest.mark.parametrize(("image_size", "size"), SIZES, ids=str)
-def test_stretches_as_diffusers(image_size: tuple[int, int], size: tuple[int, int]) -> None:
+def test_stretches_as_diffusers(image_size: Size, size: Size) -> None:
     pixels = noise(image_size)
     np.testing.assert_array_equal(fit(pixels, size, "stretch"), resized_by_diffusers(pixels, size, "stretch"))
 
 
 @pytest.mark.parametrize(("image_size", "size"), SIZES, ids=str)
-def test_crops_as_diffusers(image_size: tuple[int, int], size: tuple[int, int]) -> None:
-    """Pillow chooses the order of its two passes by the size, and rounds between them."""
-    pixels = smooth(image_size)
-    fitted = fit(pixels, size, "crop")
-    assert fitted.shape == (size[1], size[0], 3)
-    assert largest_difference(fitted, resized_by_diffusers(pixels, size, "crop")) <= 1
+def test_crops_as_diffusers(image_size: Size, size: Size) -> None:
+    pixels = noise(image_size)
+    np.testing.assert_array_equal(fit(pixels, size, "crop"), resized_by_diffusers(pixels, size, "crop"))
+
+
+@pytest.mark.parametrize("image_size", [(9, 700), (700, 9), (64, 8000)], ids=str)
+def test_crops_a_narrow_image_without_its_whole(image_size: Size) -> None:
+    """The whole would have more pixels than an input may have. The part that remains is within two levels of it."""
+    pixels = noise(image_size)
+    fitted = fit(pixels, (768, 768), "crop")
+    assert max(image_size) / min(image_size) * 768**2 > MAX_INPUT_PIXELS
+    assert largest_difference(fitted, resized_by_diffusers(pixels, (768, 768), "crop")) <= 2
+
+
+@pytest.mark.parametrize(("image_size", "size"), SIZES, ids=str)
+def test_pads_as_diffusers_inside_the_margins(image_size: Size, size: Size) -> None:
+    scale = min(size[0] / image_size[0], size[1] / image_size[1])
+    width, height = (max(1, int(side * scale + 1e-9)) for side in image_size)
+    left, top = size[0] // 2 - width // 2, size[1] // 2 - height // 2
+    inside = np.s_[top : top + height, left : left + width]
+    pixels = noise(image_size)
+    expected = resized_by_diffusers(pixels, size, "pad")
+    np.testing.assert_array_equal(fit(pixels, size, "pad")[inside], expected[inside])
 
 
 @pytest.mark.parametrize(("image_size", "inner"), [((64, 48), (64, 48, 0, 8)), ((31, 64), (31, 64, 17, 0))], ids=str)
-def test_pads_with_the_outermost_pixels(image_size: tuple[int, int], inner: tuple[int, int, int, int]) -> None:
+def test_pads_with_the_outermost_pixels(image_size: Size, inner: tuple[int, int, int, int]) -> None:
     """diffusers fills the margins with an interpolation of the outermost two lines, and leaves an odd line black."""
     pixels = noise(image_size)
     fitted = fit(pixels, (64, 64), "pad")
@@ -59,15 +78,24 @@ def test_pads_with_the_outermost_pixels(image_size: tuple[int, int], inner: tupl
 
 @pytest.mark.parametrize("resize", ["stretch", "crop", "pad"])
 @pytest.mark.parametrize(("image_size", "size"), SIZES, ids=str)
-def test_resizes_masks_with_their_image(resize: Resize, image_size: tuple[int, int], size: tuple[int, int]) -> None:
+def test_resizes_masks_with_their_image(resize: Resize, image_size: Size, size: Size) -> None:
     mask = noise(image_size, ())
     image = np.repeat(mask[..., None], 3, axis=-1)
     np.testing.assert_array_equal(fit(mask, size, resize), fit(image, size, resize)[..., 0])
 
 
+@pytest.mark.parametrize("side", [32, 33, 224])
+@pytest.mark.parametrize("image_size", IMAGE_SIZES, ids=str)
+def test_a_reference_image_is_the_square_of_clip(image_size: Size, side: int) -> None:
+    pixels = noise(image_size)
+    processor = CLIPImageProcessorPil(size=side, crop_size=side, do_rescale=False, do_normalize=False)
+    [expected] = processor(Image.fromarray(pixels), return_tensors="np")["pixel_values"]
+    np.testing.assert_array_equal(reference_square(pixels, side), expected.transpose(1, 2, 0))
+
+
 @pytest.mark.parametrize("resize", ["stretch", "crop", "pad"])
 @pytest.mark.parametrize("image_size", [(1, 16_000), (16_000, 1), (1, 1)], ids=str)
-def test_resizes_extreme_shapes(resize: Resize, image_size: tuple[int, int]) -> None:
+def test_resizes_extreme_shapes(resize: Resize, image_size: Size) -> None:
     assert fit(noise(image_size), (64, 48), resize).shape == (48, 64, 3)
 
 

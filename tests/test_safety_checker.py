@@ -144,13 +144,16 @@ def test_scores_are_rounded(special: float, concept: float, expected: bool) -> N
     assert decide(*scores).tolist() == [expected]
 
 
-@pytest.mark.parametrize(("height", "width"), [(64, 64), (128, 192), (512, 768), (200, 97), (224, 224), (640, 320)])
+@pytest.mark.parametrize(
+    ("height", "width"),
+    [(64, 64), (128, 192), (512, 768), (200, 97), (224, 224), (640, 320), (320, 640), (960, 320), (301, 907)],
+)
 def test_prepares_images_like_clips_processor(height: int, width: int) -> None:
-    """A few pixels are one or two levels of 255 apart, also of noise, which the filter overshoots."""
+    """All levels are equal, also of noise, which the filter overshoots."""
     image = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
     difference = clip_input(torch.from_numpy(image)[None], side=224) - toy_safety_checker.clip_pixels([image])
     levels = difference.abs() * 255 * torch.tensor(DEVIATION)[:, None, None]
-    assert levels.max() < 2.01 and (levels > 0.01).float().mean() < 0.02
+    assert levels.max() < 0.001  # float32 rounding of the normalization
 
 
 def test_scores_are_those_of_diffusers(checked_store: WritableStore, checker: Any, plain: list[Pixels]) -> None:

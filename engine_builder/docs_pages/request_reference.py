@@ -148,7 +148,9 @@ side, animations, and truncated or damaged files. Headers are checked before pix
   transparent if the PNG has an alpha channel.
 
 `resize` uses a Lanczos filter, for masks too. `stretch` and `crop` are the modes `default` and `crop` of diffusers'
-`VaeImageProcessor`. `pad` centres the image and repeats its outermost pixels, and those of the masks.
+`VaeImageProcessor`, with equal pixels. Only an image that would have more than 32 megapixels before `crop` cuts it may
+differ, by at most 2/255. `pad` centres the image as the mode `fill` does. Its margins repeat the outermost pixels, and
+those of the masks.
 
 `feather` blurs a mask by diffusers' `VaeImageProcessor.blur` after it was made binary. Pillow approximates the Gaussian
 by three box filters. What is repainted is decided by a binary mask again: levels of at least 128, as in diffusers. A

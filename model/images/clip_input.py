@@ -1,31 +1,63 @@
-"""Prepare pixels for CLIP's image encoder, as transformers' CLIPImageProcessor does."""
+"""Prepare pixels for CLIP's image encoder, as transformers' CLIPImageProcessorPil does."""
+
+from functools import lru_cache
 
 import torch
-import torch.nn.functional as F
+
+from model.cuda.streams import to_device
 
 # transformers' OPENAI_CLIP_MEAN and OPENAI_CLIP_STD
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 DEVIATION = (0.26862954, 0.26130258, 0.27577711)
+_UNIT = 2**22  # Pillow's weights are multiples of 1 / _UNIT
 
 
 def clip_input(levels: torch.Tensor, side: int) -> torch.Tensor:
     """Return float32 [images, 3, side, side] from pixels, uint8 [images, height, width, 3], on their device.
 
-    The shorter side is scaled to `side` by an antialiased bicubic filter, the middle is cut out, and each channel is
-    normalized by CLIP's mean and deviation. Rows are scaled before columns, and both results are rounded to pixel
-    levels, as in Pillow. Pillow also rounds the filter's weights, so a few pixels differ by one or two levels.
+    The shorter side is scaled to `side` by Pillow's bicubic filter, the middle is cut out, and each channel is
+    normalized by CLIP's mean and deviation. The levels are equal to Pillow's: its weights are integers, and sums of
+    their products with levels are exact in float64.
     """
     height, width = levels.shape[1:3]
     shorter = min(height, width)
-    scaled = (side * height // shorter, side * width // shorter)
-    pixels = levels.permute(0, 3, 1, 2).float()
-    for size in ((height, scaled[1]), scaled):
-        pixels = F.interpolate(pixels, size, mode="bicubic", antialias=True).round().clamp(0, 255)
-    top, left = (scaled[0] - side) // 2, (scaled[1] - side) // 2
-    return normalize(pixels[:, :, top : top + side, left : left + side])
+    scaled_height, scaled_width = side * height // shorter, side * width // shorter
+    rows = _weights(height, scaled_height, side, levels.device)
+    columns = _weights(width, scaled_width, side, levels.device)
+    pixels = levels.permute(0, 3, 1, 2).double()
+    # Pillow's order of the two passes, each of which is rounded to levels
+    if height - scaled_height > max(0, 2 * (width - scaled_width)):
+        pixels = _to_levels(_to_levels(rows @ pixels) @ columns.T)
+    else:
+        pixels = _to_levels(rows @ _to_levels(pixels @ columns.T))
+    return normalize(pixels.float())
 
 
 def normalize(levels: torch.Tensor) -> torch.Tensor:
     """Normalize float32 [images, 3, side, side] from 0 to 255 by the mean and deviation of CLIP's training images."""
     mean, deviation = (torch.tensor(values, device=levels.device)[:, None, None] for values in (MEAN, DEVIATION))
     return (levels / 255 - mean) / deviation
+
+
+def _to_levels(sums: torch.Tensor) -> torch.Tensor:
+    return sums.div_(_UNIT).add_(0.5).floor_().clamp_(0, 255)
+
+
+@lru_cache(maxsize=16)
+def _weights(size: int, scaled: int, side: int, device: torch.device) -> torch.Tensor:
+    """Return float64 [side, size]: the weights of the middle `side` of `scaled` outputs, in multiples of 1 / _UNIT.
+
+    The filter is `precompute_coeffs` of Pillow's Resample.c, with bicubic convolution (a = -0.5).
+    """
+    scale = size / scaled
+    stretch = max(1.0, scale)
+    first = (scaled - side) // 2
+    centers = ((torch.arange(first, first + side, dtype=torch.float64) + 0.5) * scale)[:, None]
+    positions = torch.arange(size, dtype=torch.float64)
+    x = ((positions - centers + 0.5) / stretch).abs()
+    near, far = (1.5 * x - 2.5) * x * x + 1, (((x - 5) * x + 8) * x - 4) * -0.5
+    weights = torch.where(x < 1, near, far)
+    begin, end = ((centers + reach + 0.5).floor() for reach in (-2 * stretch, 2 * stretch))
+    weights *= (x < 2) & (positions >= begin) & (positions < end)
+    weights = weights / weights.sum(dim=1, keepdim=True) * _UNIT
+    return to_device((weights + torch.copysign(torch.tensor(0.5), weights)).trunc(), device)

@@ -10,13 +10,15 @@ import numpy.typing as npt
 from PIL import Image
 
 from model.errors import RequestRefused
+from model.images.inputs import MAX_INPUT_PIXELS
 from model.validation import Resize
 
 Pixels = npt.NDArray[np.uint8]
+Size = tuple[int, int]  # width, height
 
 
-def check_fit(image_size: tuple[int, int], size: tuple[int, int], resize: Resize, field: str = "image") -> None:
-    """Raise RequestRefused if an image of another size than `size` must not be resized. Sizes: width, height."""
+def check_fit(image_size: Size, size: Size, resize: Resize, field: str = "image") -> None:
+    """Raise RequestRefused if an image of another size than `size` must not be resized."""
     if resize == "refuse" and image_size != size:
         raise RequestRefused(
             field,
@@ -25,7 +27,7 @@ def check_fit(image_size: tuple[int, int], size: tuple[int, int], resize: Resize
         )
 
 
-def fit(pixels: Pixels, size: tuple[int, int], resize: Resize) -> Pixels:
+def fit(pixels: Pixels, size: Size, resize: Resize) -> Pixels:
     """Return `pixels`, uint8 [height, width, 3] or [height, width], in `size` (width, height).
 
     stretch: the aspect ratio changes. crop: the image covers the size and is cut around its centre. pad: the image
@@ -43,23 +45,36 @@ def fit(pixels: Pixels, size: tuple[int, int], resize: Resize) -> Pixels:
 def reference_square(pixels: Pixels, side: int) -> Pixels:
     """Return the square around the centre of `pixels`, uint8 [side, side, 3], by a bicubic filter.
 
-    These are the pixels that transformers' `CLIPImageProcessor` normalizes, but for rounding.
+    These are the pixels that transformers' `CLIPImageProcessorPil` normalizes. diffusers uses `CLIPImageProcessor`,
+    which is the same class unless torchvision is installed. torchvision's horizontal pass is always the first, and it
+    rounds weights to 16 bits, so its pixels differ: by up to 12 levels in portrait noise, otherwise by one or two.
     """
-    return _crop(Image.fromarray(pixels), side, side, Image.Resampling.BICUBIC)
+    image = Image.fromarray(pixels)
+    shorter = min(image.size)
+    scaled = side * image.width // shorter, side * image.height // shorter
+    corner = (scaled[0] - side) // 2, (scaled[1] - side) // 2
+    return _scale_and_cut(image, scaled, corner, (side, side), Image.Resampling.BICUBIC)
 
 
-def _crop(
-    image: Image.Image, width: int, height: int, resampling: Image.Resampling = Image.Resampling.LANCZOS
-) -> Pixels:
-    # diffusers scales the whole image and then cuts it. A narrow image would become huge, so only the part that remains
-    # is computed here. The filter also reads the pixels around the box, so the result is the same but for rounding.
+def _crop(image: Image.Image, width: int, height: int) -> Pixels:
     wider = width / height > image.width / image.height
     scaled_width = width if wider else image.width * height // image.height
     scaled_height = image.height * width // image.width if wider else height
-    left, top = scaled_width // 2 - width // 2, scaled_height // 2 - height // 2
-    x, y = image.width / scaled_width, image.height / scaled_height
-    box = (left * x, top * y, (left + width) * x, (top + height) * y)
-    return np.asarray(image.resize((width, height), resampling, box))
+    corner = scaled_width // 2 - width // 2, scaled_height // 2 - height // 2
+    return _scale_and_cut(image, (scaled_width, scaled_height), corner, (width, height), Image.Resampling.LANCZOS)
+
+
+def _scale_and_cut(image: Image.Image, scaled: Size, corner: Size, size: Size, resampling: Image.Resampling) -> Pixels:
+    """Return the part of `size` at `corner` (left, top) of the image in the size `scaled`."""
+    (left, top), (width, height) = corner, size
+    if scaled[0] * scaled[1] <= MAX_INPUT_PIXELS:
+        return np.asarray(image.resize(scaled, resampling).crop((left, top, left + width, top + height)))
+    # The whole of a narrow image would become huge, so only the part that remains is computed. The horizontal pass is
+    # the first, as in Pillow for an image that is enlarged; this one is, because it becomes larger than any input.
+    # Pillow keeps a box in float32. So each pass may differ by one level, and the result by two.
+    x, y = image.width / scaled[0], image.height / scaled[1]
+    columns = image.resize((width, image.height), resampling, (left * x, 0, (left + width) * x, image.height))
+    return np.asarray(columns.resize(size, resampling, (0, top * y, width, (top + height) * y)))
 
 
 def _pad(image: Image.Image, width: int, height: int) -> Pixels:
