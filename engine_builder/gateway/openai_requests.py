@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from engine_builder.gateway.errors import ApiError, refused
 from model.api.request import GenerationRequest
 from model.errors import RequestRefused
+from model.images.containers import Container
 from model.images.inputs import read_image, to_8_bits, turn_upright
 from model.validation import MAX_IMAGES, MAX_PROMPT_CHARACTERS, format_value
 
@@ -91,9 +92,10 @@ def generation(values: Mapping[str, Any]) -> ImageCall:
 def edit(values: Mapping[str, Any], files: Files) -> ImageCall:
     """Return the call of `POST /v1/images/edits`. Raises ApiError.
 
-    A mask is repainted where its alpha is 0, and `composite` keeps all other pixels.
+    A mask is repainted where its alpha is 0, and `composite` keeps all other pixels. Without a mask file the image's
+    own alpha is the mask, as in DALL-E 2. An image without a pixel of alpha 0 has no mask.
     """
-    return _call("image_edit", values, files)
+    return _call("image_edit", values, files, alpha_is_mask=True)
 
 
 def variation(values: Mapping[str, Any], files: Files) -> ImageCall:
@@ -115,7 +117,7 @@ def parse_form(fields: Mapping[str, str]) -> dict[str, Any]:
     return values
 
 
-def _call(kind: str, given: Mapping[str, Any], files: Files) -> ImageCall:
+def _call(kind: str, given: Mapping[str, Any], files: Files, alpha_is_mask: bool = False) -> ImageCall:
     for name in given:
         if name not in _PARAMETERS and name not in _UNSUPPORTED:
             raise ApiError(400, f"Unknown parameter: {format_value(name)}.", name[:64], "unknown_parameter")
@@ -143,7 +145,7 @@ def _call(kind: str, given: Mapping[str, Any], files: Files) -> ImageCall:
     native |= _file_format(values) | _size(values)
     native |= {name: values[name] for name in EXTRA_FIELDS if name in values}
     if kind == "image_edit":
-        native |= _input_files(files)
+        native |= _input_files(files, alpha_is_mask)
     elif bad := [name for name in ("strength", "resize") if name in values]:
         raise refused(bad[0], "needs an image, so it is not accepted for generations.")
     _check(native)
@@ -192,38 +194,47 @@ def _size(values: Mapping[str, Any]) -> dict[str, int]:
     return {"width": int(match[1]), "height": int(match[2])}
 
 
-def _input_files(files: Files) -> dict[str, Any]:
+def _input_files(files: Files, alpha_is_mask: bool) -> dict[str, Any]:
     if not files.images:
         raise ApiError(400, "Missing required parameter: 'image'.", "image", "missing_required_parameter")
     if len(files.images) > 1:
         raise refused("image", f"{len(files.images)} images were sent. One is accepted.")
     image = base64.b64encode(files.images[0]).decode()
-    _read(image, "image")
-    if files.mask is None:
-        return {"image": image}
-    return {"image": image, "masks": [{"image": _white_mask(files.mask)}], "composite": True}
+    container = _read(image, "image").container
+    mask = None
+    if files.mask is not None:
+        mask = _mask_of_file(files.mask)
+    elif alpha_is_mask:
+        mask = _transparent_parts(container, "image")
+    return {"image": image} if mask is None else {"image": image, "masks": [{"image": mask}], "composite": True}
 
 
-def _white_mask(file: bytes) -> str:
-    """Return a mask of OpenAI's form as one of Preheat's: white where alpha is 0, black elsewhere. Raises ApiError.
-
-    The result is upright and has no EXIF data.
-    """
+def _mask_of_file(file: bytes) -> str:
     container = _read(base64.b64encode(file).decode(), "mask").container
     if container.format != "png":
         raise refused("mask", f"got a {container.format.upper()} file, expected a PNG file.")
+    mask = _transparent_parts(container, "mask")
+    if mask is None:
+        raise refused("mask", "no pixel has alpha 0, so nothing would be edited. The parts to edit have alpha 0.")
+    return mask
+
+
+def _transparent_parts(container: Container, name: str) -> str | None:
+    """Return a mask of Preheat's: white where alpha is 0, black elsewhere. None: no pixel has alpha 0.
+
+    The mask is an upright PNG in base64. Only files that state transparency are decoded. Raises ApiError.
+    """
     try:
-        with Image.open(io.BytesIO(container.pixel_data), formats=["PNG"]) as decoded:
+        with Image.open(io.BytesIO(container.pixel_data), formats=[container.format.upper()]) as decoded:
             if not decoded.has_transparency_data:
-                raise refused("mask", "the file has no alpha channel. The parts to edit have alpha 0.")
+                return None
             alpha = turn_upright(to_8_bits(decoded, container.depth).convert("RGBA").getchannel("A"), container)
-    except ApiError:
-        raise
     except Exception as error:  # Pillow raises many types for damaged data
-        raise refused("mask", "the PNG file is truncated or damaged: its pixels cannot be decoded.") from error
+        kind = container.format.upper()
+        raise refused(name, f"the {kind} file is truncated or damaged: its pixels cannot be decoded.") from error
     white = alpha.point(lambda level: 255 if level == 0 else 0)
     if white.getbbox() is None:
-        raise refused("mask", "no pixel has alpha 0, so nothing would be edited.")
+        return None
     encoded = io.BytesIO()
     white.save(encoded, "PNG", compress_level=1)
     return base64.b64encode(encoded.getvalue()).decode()

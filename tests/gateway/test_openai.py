@@ -88,6 +88,77 @@ def test_edit_changes_only_transparent_parts_of_the_mask(client: openai.OpenAI) 
     assert (result[:, :32] != original[:, :32]).any()
 
 
+def file_with_alpha(alpha: np.ndarray[Any, Any], kind: str = "png", **options: Any) -> bytes:
+    """A red image with the given alpha, uint8 [height, width]."""
+    levels = np.full((*alpha.shape, 4), (200, 30, 30, 0), np.uint8)
+    levels[..., 3] = alpha
+    file = io.BytesIO()
+    Image.fromarray(levels).save(file, kind, **options)
+    return file.getvalue()
+
+
+def left_alpha(transparent: int, rest: int = 255) -> np.ndarray[Any, Any]:
+    """Alpha of a 96 x 64 image, whose left third is `transparent`."""
+    alpha = np.full((64, 96), rest, np.uint8)
+    alpha[:, :32] = transparent
+    return alpha
+
+
+UPRIGHT_TOP = Image.Exif()
+UPRIGHT_TOP[ORIENTATION] = 6  # the stored left is the upright top
+# An image's file -> the part of the 64 x 96 or 96 x 64 image that is repainted; None: no mask.
+OWN_ALPHA: dict[str, tuple[bytes, tuple[slice, slice] | None]] = {
+    "png": (file_with_alpha(left_alpha(0)), np.s_[:, :32]),
+    "webp": (file_with_alpha(left_alpha(0), "webp", lossless=True), np.s_[:, :32]),
+    "rotated": (file_with_alpha(left_alpha(0), exif=UPRIGHT_TOP), np.s_[:32, :]),
+    "grey level": (png_of(left_alpha(0) // 255, 4, chunk(b"tRNS", struct.pack(">H", 0))), np.s_[:, :32]),
+    "all transparent": (file_with_alpha(left_alpha(0, 0)), np.s_[:, :]),
+    "partly transparent rest": (file_with_alpha(left_alpha(0, 1)), np.s_[:, :32]),
+    "nothing of alpha 0": (file_with_alpha(left_alpha(1, 254)), None),
+    "opaque": (file_with_alpha(left_alpha(255)), None),
+    "no alpha": (png(96, 64, alpha=False), None),
+}
+
+
+@pytest.mark.parametrize("case", OWN_ALPHA)
+def test_transparent_part_of_an_image_is_its_mask(case: str) -> None:
+    file, repainted = OWN_ALPHA[case]
+    native = openai_requests.edit({"prompt": PROMPT}, Files((file,))).native
+    assert native["image"] == base64.b64encode(file).decode()
+    if repainted is None:
+        assert native.keys() & {"masks", "composite"} == set()
+        return
+    image = read_image(native["image"], "image")
+    expected = np.zeros((image.height, image.width), np.uint8)
+    expected[repainted] = 255
+    np.testing.assert_array_equal(decode_mask(read_mask(native["masks"][0]["image"], "masks.0.image", image)), expected)
+    assert native["composite"] is True
+    if image.container.format == "png":  # as a mask file must be
+        assert openai_requests.edit({"prompt": PROMPT}, Files((file,), file)).native == native
+
+
+def test_mask_file_is_used_before_the_images_alpha() -> None:
+    image, mask = file_with_alpha(left_alpha(0)), file_with_alpha(left_alpha(255, 0))
+    native = openai_requests.edit({"prompt": PROMPT}, Files((image,), mask)).native
+    [levels] = [decode_mask(read_image(one["image"], "mask")) for one in native["masks"]]
+    assert (levels[:, 32:] == 255).all() and (levels[:, :32] == 0).all()
+
+
+def test_variation_has_no_mask() -> None:
+    assert "masks" not in openai_requests.variation({}, Files((file_with_alpha(left_alpha(0)),))).native
+
+
+def test_edit_changes_only_transparent_parts_of_the_image(client: openai.OpenAI) -> None:
+    image = png(hole=True)
+    made = client.images.edit(image=image, prompt=PROMPT, extra_body=EXTRA)
+    masked = client.images.edit(image=image, mask=image, prompt=PROMPT, extra_body=EXTRA)
+    assert made.data is not None and masked.data is not None
+    [result, other] = [pixels(one.data[0].b64_json or "") for one in (made, masked) if one.data]
+    original = np.asarray(Image.open(io.BytesIO(png())).convert("RGB"))
+    assert (result[:, 32:] == original[:, 32:]).all() and (result[:, :32] != 255).any()
+    assert largest_difference(result, other) <= 1
+
+
 def test_turns_a_mask_upright() -> None:
     stored = Image.open(io.BytesIO(png(96, 64, hole=True)))  # transparent at its left
     exif = Image.Exif()
@@ -202,8 +273,9 @@ def test_refuses_in_the_shape_of_openai(
         ({"image": png(), "mask": png()}, "mask"),
         ({"image": png(), "file": png()}, "file"),
         ({"image": png()[:100]}, "image"),
+        ({"image": png(hole=True).replace(b"IDAT", b"IDAT\0\0")}, "image"),
     ],
-    ids=["missing", "text", "size", "no alpha", "opaque", "unknown", "truncated"],
+    ids=["missing", "text", "size", "no alpha", "opaque", "unknown", "truncated", "damaged"],
 )
 def test_refuses_files_in_the_shape_of_openai(files: dict[str, bytes], param: str, url: str) -> None:
     parts: Any = {name: (f"{name}.png", data, "image/png") for name, data in files.items()}
