@@ -24,6 +24,7 @@ from engine_builder.backends.built import ReportProgress
 from engine_builder.backends.tensorrt.plan_settings import PLAN_VERSION
 from engine_builder.building.build_plan import BuildPlan
 from engine_builder.building.compare_with_diffusers import COMPARISON_VERSION, ComparisonReport, compare_once
+from engine_builder.building.preview_map import PREVIEW_VERSION, with_preview_map
 from engine_builder.building.real_inputs import record_real_inputs
 from engine_builder.building.weights import write_weights
 from engine_builder.checkpoints.release_settings import (
@@ -50,7 +51,7 @@ from engine_builder.stores.store import WritableStore
 from model.engines.tensorrt.libraries import installed_version
 from model.errors import CorruptBlob
 from model.loading.target import Target
-from model.pipeline.spec import UNET
+from model.pipeline.spec import UNET, VAE_DECODER
 from model.store.manifest import Manifest
 from model.store.precision import INT8
 
@@ -116,6 +117,8 @@ def build(
         report("pipeline", "generating an image in eager PyTorch", len(plan.components), steps)
         sizes = {(size.height, size.width) for size in plan.sizes}
         real_inputs = record_real_inputs(networks, facts, tokenizers, schedulers, store, plan.network_device, sizes)
+        report(VAE_DECODER, "fitting the map for previews", len(plan.components), steps)
+        facts = with_preview_map(facts, networks, real_inputs)
 
     # 5. Build and check the engines.
     def report_engine(component: str, activity: str, finished: int) -> None:
@@ -243,6 +246,7 @@ def _builder_entries(plan: BuildPlan, source: str) -> dict[str, str]:
         "signatures": str(SIGNATURES_VERSION),
         "recipe": str(compiler.COMPILER_VERSION),
         "comparison": str(COMPARISON_VERSION),
+        "preview": str(PREVIEW_VERSION),
     }
     options = {}
     if plan.tensorrt:

@@ -56,7 +56,7 @@ def print_comparison(result: "BuildResult") -> None:
 
 
 def print_engines(result: "BuildResult", target: str) -> None:
-    """Print a table of the engines of a target, by its key."""
+    """Print a table of the engines of a target, by its key, and the error of previews."""
     table = Table("component", "bucket", "precision", "KiB", "compiled", "relative\nerror", box=SIMPLE_HEAD)
     for engine in result.draft.engines:
         if engine.target != target:  # the same plans serve it
@@ -67,6 +67,8 @@ def print_engines(result: "BuildResult", target: str) -> None:
             compiled, f"{engine.accuracy.relative:.1e}" if engine.accuracy else "not run",
         )  # fmt: skip
     console.print(table)
+    if preview := result.draft.settings.preview:
+        console.print(f"Previews: mean error {preview.error:.1%} of the range, on images that the build generated")
 
 
 def print_gains(plan: "BuildPlan") -> None:

@@ -308,9 +308,13 @@ same status codes as without a stream. After status 200 these lines follow.
 
 `steps` counts the steps of all images, of the base and of the refiner, for each mask. A preview follows every
 `preview_every` steps of an image. If such a step is the last one of a UNet or for a mask, the preview follows the step
-after it. None follows an image's last step. A preview has one pixel for each latent, from a linear map that the warm-up
-fits to the release's decoder. A `step` line with a preview is sent once the preview is encoded, so it may follow later
-steps.
+after it. None follows an image's last step. A `step` line with a preview is sent once the preview is encoded, so it may
+follow later steps.
+
+A preview has one pixel for each latent. Its colours come from a small map, which the build fits to the release's VAE
+and whose mean error `preheat build` prints. It is 2 to 7 % of the range on the tiny model. Releases of older versions,
+and those built without their GPU, have no map. Their server fits a linear one while it starts, whose colours are less
+accurate: the mean error on the tiny model is 17 %.
 
     {"event": "accepted", "request_id": "...", "release": "sdxl/1", "seed": 7, "steps": 30, "ahead": 2}
     {"event": "heartbeat", "ahead": 1}

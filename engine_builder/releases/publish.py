@@ -145,7 +145,8 @@ def merge_drafts(drafts: list[Manifest]) -> Manifest:
     """Return one manifest with the engines and weights of all drafts, which are of one source, newest first.
 
     Of equal engines, weights or architectures, the newest draft's entry is taken. Other entries are the newest draft's,
-    without TensorRT's build options. Quantization and fp16 steps are those of the newest draft that is quantized.
+    without TensorRT's build options. Quantization and fp16 steps are those of the newest draft that is quantized, the
+    map for previews that of the newest draft with one.
     Engines and weights are sorted, so the order of the builds makes no difference. The schema is the oldest that has
     all entries.
     """
@@ -160,9 +161,11 @@ def merge_drafts(drafts: list[Manifest]) -> Manifest:
     architectures = {name: digest for draft in oldest_first for name, digest in draft.architectures.items()}
     builder = {name: value for name, value in newest.builder.items() if name not in _OF_ONE_DRAFT}
     quantized = [draft for draft in drafts if "quantization" in draft.builder]
+    previews = [draft.settings.preview for draft in drafts if draft.settings.preview is not None]
     merged = newest.model_copy(
         update={
             "builder": builder | ({"quantization": quantized[0].builder["quantization"]} if quantized else {}),
+            "settings": newest.settings.model_copy(update={"preview": previews[0]}) if previews else newest.settings,
             "architectures": architectures,
             "fp16_steps": quantized[0].fp16_steps if quantized else None,
             "engines": tuple(engines[identity] for identity in sorted(engines)),
@@ -201,6 +204,7 @@ def _content(manifest: Manifest) -> object:
             "version": True,
             "created": True,
             "signature": True,
+            "settings": {"preview": {"layers", "error"}},  # fitted again by each build
             "engines": {"__all__": {"accuracy", "build_seconds"}},
         },
     )

@@ -19,7 +19,7 @@ from model.loading.served import ServedModel, SizeList
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import Control, GenerationParams, ImagePrompt
 from model.pipeline.plan import plan_request
-from model.pipeline.preview import PreviewMap, fit_preview_map
+from model.pipeline.preview import PreviewMap, fit_preview_map, preview_map_of
 from model.pipeline.prompt import encode_prompt
 from model.pipeline.spec import BASE, REFINER, UNET_LORA
 from model.pipeline.text_to_image import generate
@@ -36,7 +36,7 @@ def warm_up(
     cold_start: ColdStart | None = None,
     comparison: ImageComparison | None = None,
 ) -> PreviewMap:
-    """Warm up every listed size, or the native one. Returns the map for previews, fitted to the decoder.
+    """Warm up every listed size, or the native one. Returns the map for previews: the release's, or one fitted here.
 
     `probe` defaults to one of the model's device. `cold_start` records the phase `warm_up` and its parts.
     `comparison`: if images are compared with fp16. Raises OutOfDeviceMemory if the configured buckets do not fit into
@@ -66,7 +66,7 @@ def warm_up(
             with warm_up_part("texts"):
                 _encode_every_text(loaded.model, params)
             with warm_up_part("preview"):
-                return fit_preview_map(loaded.model, *_preview_size(served))
+                return _preview_map(loaded.model, served)
     except EngineError as error:
         # No request has run yet, so the release is wrong. Its remedy differs from that of a wrong call.
         raise EngineError(f"The engines of {loaded.release} do not fit together. {error.args[0]}") from error
@@ -89,6 +89,17 @@ def batch_measurement(loaded: Loaded, probe: DeviceProbe | None = None) -> Itera
 def _sizes(served: ServedModel) -> tuple[tuple[int, int], ...]:
     """Return the listed sizes, or the native one, as (width, height)."""
     return served.sizes.sizes if isinstance(served.sizes, SizeList) else ((served.native_width, served.native_height),)
+
+
+def _preview_map(model: LoadedModel, served: ServedModel) -> PreviewMap:
+    """Return the release's map for previews, or a linear one that is fitted to the decoder. It has run once."""
+    record = model.settings.preview
+    if record is None:
+        preview_map = fit_preview_map(model, *_preview_size(served))
+    else:
+        preview_map = preview_map_of(record, model.device)
+    preview_map.colours(torch.zeros((1, model.settings.latent_channels, 2, 2), device=model.device))
+    return preview_map
 
 
 def _preview_size(served: ServedModel) -> tuple[int, int]:

@@ -1,32 +1,64 @@
-"""Small previews of images that are still being denoised: a linear map from latents to RGB, one pixel for each latent.
+"""Small previews of images that are still being denoised: a map from latents to RGB, one pixel for each latent.
 
-The warm-up fits the map to the model's own decoder, so it works for any VAE.
+A release has the map that its build fitted (`engine_builder.building.preview_map`). For a release without one, the
+warm-up fits a linear map to the decoder, which is less accurate and works for any VAE.
 """
 
 import base64
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import avg_pool2d, interpolate
+from torch.nn.functional import avg_pool2d, interpolate, pad, unfold
 
 from model.cuda.streams import to_device
 from model.images.encode import encode
 from model.pipeline.decode import decode_latents
 from model.pipeline.loaded_model import LoadedModel
+from model.store.manifest import PreviewRecord
 
 _JPEG_QUALITY = 80
-# The map is fitted on random latents that change smoothly from corner to corner. Of the corner counts and standard
-# deviations (1 to 3) tried on data/tiny-sdxl, these gave the most accurate previews: mean error 15 % of the range.
+# The linear map is fitted on random latents that change smoothly from corner to corner. Of the corner counts and
+# standard deviations (1 to 3) tried on data/tiny-sdxl, these gave the most accurate previews: mean error 15 %.
 _CORNER_DEVIATION, _CORNERS = 1.5, 2
 _RIDGE = 1e-3  # weight of the penalty on the map's coefficients
+_NEIGHBOURS, _CENTRE = 9, 4  # latents of a neighbourhood, and the index of its own pixel
 
 
 @dataclass(frozen=True)
 class PreviewMap:
-    """rgb = latents @ weight + bias, in [-1, 1]. weight: float32 [channels, 3]; bias: [3]; on the model's device."""
+    """Layers (weight float32 [inputs, outputs], bias [outputs]) on the model's device, with tanh between them.
 
-    weight: torch.Tensor
-    bias: torch.Tensor
+    The first has the 9 * channels inputs of `neighbourhoods`. The last has the outputs red, green and blue in [-1, 1].
+    """
+
+    layers: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+
+    def colours(self, latents: torch.Tensor) -> torch.Tensor:
+        """Return float32 [height/8, width/8, 3], not clamped, from latents [1, channels, height/8, width/8]."""
+        [values] = neighbourhoods(latents.float())
+        for index, (weight, bias) in enumerate(self.layers):
+            values = (values.tanh() if index else values) @ weight + bias
+        return values
+
+
+def neighbourhoods(latents: torch.Tensor) -> torch.Tensor:
+    """Return the 3 x 3 latents around each one, [images, height/8, width/8, 9 * channels], channel by channel.
+
+    Latents at the edges are repeated outside of them.
+    """
+    images, channels, height, width = latents.shape
+    columns = unfold(pad(latents, (1, 1, 1, 1), mode="replicate"), 3)  # [images, 9 * channels, height * width]
+    return columns.transpose(1, 2).reshape(images, height, width, _NEIGHBOURS * channels)
+
+
+def preview_map_of(record: PreviewRecord, device: torch.device) -> PreviewMap:
+    """Return the map of a release, on a device."""
+    return PreviewMap(
+        tuple(
+            (to_device(torch.tensor(layer.weight).T.contiguous(), device), to_device(torch.tensor(layer.bias), device))
+            for layer in record.layers
+        )
+    )
 
 
 def fit_preview_map(model: LoadedModel, height: int, width: int) -> PreviewMap:
@@ -44,7 +76,9 @@ def fit_preview_map(model: LoadedModel, height: int, width: int) -> PreviewMap:
     inputs = torch.cat([latents.flatten(2)[0].T, torch.ones(rows * columns, 1)], dim=1)
     normal = inputs.T @ inputs + _RIDGE * len(inputs) * torch.eye(channels + 1)
     solution = torch.linalg.solve(normal, inputs.T @ target.cpu().flatten(2)[0].T)  # [channels + 1, 3]
-    return PreviewMap(solution[:-1].to(model.device), solution[-1].to(model.device))
+    weight = torch.zeros(channels, _NEIGHBOURS, 3)
+    weight[:, _CENTRE] = solution[:-1]
+    return PreviewMap(((weight.flatten(0, 1).to(model.device), solution[-1].to(model.device)),))
 
 
 class Preview:
@@ -52,7 +86,7 @@ class Preview:
 
     def __init__(self, preview_map: PreviewMap, latents: torch.Tensor) -> None:
         """`latents`: the denoised estimate, [1, channels, height/8, width/8]."""
-        rgb = torch.einsum("chw,cr->hwr", latents[0].float(), preview_map.weight) + preview_map.bias
+        rgb = preview_map.colours(latents)
         levels = rgb.mul_(0.5).add_(0.5).nan_to_num_(0.0).clamp_(0, 1).mul_(255).round_().to(torch.uint8)
         self._done: torch.cuda.Event | None = None
         if levels.is_cuda:

@@ -38,6 +38,9 @@ TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 EmbeddingToken = Annotated[str, StringConstraints(pattern=r"^[^\s\x00-\x1f]{1,64}$")]
 Runtime = Literal["aot_inductor", "tensorrt", "tensorrt-rtx"]
 Family = Literal["sdxl", "sd"]  # the pipelines that `model.pipeline.spec` describes; "sd" is Stable Diffusion 1 and 2
+MAX_PREVIEW_CHANNELS, MAX_PREVIEW_UNITS = 32, 32  # of a map for previews, which has at most 9,347 numbers
+Coefficient = Annotated[float, Field(ge=-1e6, le=1e6)]
+PreviewRow = Annotated[tuple[Coefficient, ...], Field(min_length=1, max_length=9 * MAX_PREVIEW_CHANNELS)]
 Sentence = Annotated[str, StringConstraints(pattern=r"^[ -~]{1,300}$")]
 
 
@@ -344,9 +347,40 @@ class RefinerFacts(Record):
     requires_aesthetics_score: bool
 
 
+class PreviewLayer(Record):
+    """One layer of a map for previews: outputs = weight @ inputs + bias. `weight` has a row for each output."""
+
+    weight: Annotated[tuple[PreviewRow, ...], Field(min_length=1, max_length=MAX_PREVIEW_UNITS)]
+    bias: Annotated[tuple[Coefficient, ...], Field(min_length=1, max_length=MAX_PREVIEW_UNITS)]
+
+
+class PreviewRecord(Record):
+    """A map from latents to the colours of a preview, fitted to the release's VAE decoder.
+
+    The first layer reads the 3 x 3 latents around a pixel, channel by channel, and tanh follows it. The second returns
+    red, green and blue in [-1, 1]. `error`: mean difference from the decoder's colours on images of the build, as a
+    share of the range.
+    """
+
+    version: Literal[1]
+    layers: tuple[PreviewLayer, PreviewLayer]
+    error: Annotated[float, Field(ge=0, le=1)]
+
+    @model_validator(mode="after")
+    def _check_shapes(self) -> "PreviewRecord":
+        sizes = [len(self.layers[0].weight[0]), len(self.layers[0].weight), 3]
+        for layer, inputs, outputs in zip(self.layers, sizes, sizes[1:], strict=False):
+            if len(layer.weight) != outputs or len(layer.bias) != outputs:
+                raise ValueError("a layer of the map for previews has another number of outputs")
+            if any(len(row) != inputs for row in layer.weight):
+                raise ValueError("a layer of the map for previews has another number of inputs")
+        return self
+
+
 class ModelFacts(Record):
     """Facts about a model that the pipeline needs. Heights and widths in pixels.
 
+    `preview`: None in releases of older versions, and if the build did not run the VAE; servers then fit a map.
     `latents_mean`, `latents_std`: of the VAE's latents, by channel; the UNet reads (latents - mean) / std * scaling.
     """
 
@@ -361,12 +395,13 @@ class ModelFacts(Record):
     latents_std: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1, max_length=1024)] | None = (
         None
     )
+    preview: PreviewRecord | None = None
 
     @model_serializer(mode="wrap")
-    def _omit_normalization(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _omit_added(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Omit missing entries that older versions do not support, so that they can read the record."""
         entries: dict[str, Any] = write(self)
-        added = ("latents_mean", "latents_std")
+        added = ("latents_mean", "latents_std", "preview")
         return {key: value for key, value in entries.items() if value is not None or key not in added}
 
     @model_validator(mode="after")
@@ -374,6 +409,12 @@ class ModelFacts(Record):
         lengths = {len(values) for values in (self.latents_mean, self.latents_std) if values is not None}
         if (self.latents_mean is None) != (self.latents_std is None) or lengths - {self.latent_channels}:
             raise ValueError("the latents' mean and deviation do not have one number for each channel")
+        return self
+
+    @model_validator(mode="after")
+    def _check_preview(self) -> "ModelFacts":
+        if self.preview is not None and len(self.preview.layers[0].weight[0]) != 9 * self.latent_channels:
+            raise ValueError("the map for previews does not have nine inputs for each channel of the latents")
         return self
 
     @model_validator(mode="after")
@@ -472,8 +513,11 @@ class Manifest(Record):
 
     @property
     def required_schema(self) -> int:
-        """The oldest schema that has all entries of this release. Schema 5 added a tokenizer's `embeddings`."""
-        if any(record.embeddings for record in self.tokenizers.values()):
+        """The oldest schema that has all entries of this release.
+
+        Schema 5 added a tokenizer's `embeddings` and the map for previews.
+        """
+        if self.settings.preview is not None or any(record.embeddings for record in self.tokenizers.values()):
             return 5
         is_new = self.validation is not None or self.fp16_steps is not None
         return max([2 if is_new else 1, *(engine.required_schema for engine in self.engines)])

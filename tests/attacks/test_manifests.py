@@ -55,6 +55,17 @@ def test_refuses_unsafe_entry(attacked: AttackedRelease, path: str, values: list
         attacked.assert_refused(ManifestError, f"damaged at {path}")
 
 
+@pytest.mark.parametrize(("inputs", "units"), [(36, 10**5), (10**6, 1), (0, 1), (9, 2)])
+def test_refuses_a_huge_map_for_previews(attacked: AttackedRelease, inputs: int, units: int) -> None:
+    """It would take the memory and the time of every preview."""
+    layers = [
+        {"weight": [[0.5] * inputs] * units, "bias": [0.5] * units},
+        {"weight": [[0.5] * units] * 3, "bias": [0.5] * 3},
+    ]
+    attacked.entries["settings"]["preview"] = {"version": 1, "layers": layers, "error": 0.0}
+    attacked.assert_refused(ManifestError, "manifest")
+
+
 @pytest.mark.parametrize("name", UNSAFE_NAMES)
 def test_refuses_unsafe_key(attacked: AttackedRelease, name: str) -> None:
     attacked.entries["architectures"][name] = "0" * 64

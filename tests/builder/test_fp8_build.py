@@ -118,7 +118,7 @@ def test_only_unets_are_fp8(built: tuple[WritableStore, Manifest], fp8_plan: Bui
     assert by_precision[FP32] == set(fp8_plan.components)
     [unet] = [engine for engine in manifest.engines if engine.precision == FP8]
     assert {spec.dtype for spec in (*unet.signature.inputs, *unet.signature.outputs)} == {"float16"}
-    assert unet.required_schema == 2 and manifest.required_schema == 4
+    assert unet.required_schema == 2 and manifest.required_schema == 5
     constants = parse_constants(store.get(unet.constants.sha256, unet.constants.bytes).read_bytes())
     quantized = {constant.tensor for constant in constants.values() if constant.dtype == "float8_e4m3fn"}
     assert len(quantized) > 5 and not any(".proj_" in tensor for tensor in quantized)
@@ -185,7 +185,7 @@ def with_fp16(built: tuple[WritableStore, Manifest], fp8_plan: BuildPlan) -> Wri
     result = build(replace(fp8_plan, quantization=plan_quantization(fp8_plan.base, None, policy, store)), store)
     assert result.compiled == () and result.draft.fp16_steps == Fp16Steps(first=2)
     manifest = merge_drafts([draft for draft in read_drafts(store, "toy-sdxl") if not has_fp32(draft)])
-    assert manifest.fp16_steps == Fp16Steps(first=2) and manifest.schema_version == 4
+    assert manifest.fp16_steps == Fp16Steps(first=2) and manifest.schema_version == 5
     check_fp16_steps(manifest)
     store.write_release(manifest.model_copy(update={"version": "steps"}))
     return store

@@ -97,6 +97,21 @@ def test_same_content_is_the_same_release(store_copy: WritableStore) -> None:
     assert store_copy.releases() == before == ["toy-sdxl/1"]
 
 
+def test_other_numbers_for_previews_make_no_release(store_copy: WritableStore) -> None:
+    """Each build fits it again, so other numbers alone make no other release."""
+    draft, published = read_draft(store_copy), store_copy.read_release("toy-sdxl/1")
+    fitted = draft.settings.preview
+    assert fitted is not None and published.settings.preview == fitted and published.schema_version == 5
+    colours = fitted.layers[1].model_copy(update={"bias": (0.0,) * 3})
+    again = fitted.model_copy(update={"layers": (fitted.layers[0], colours)})
+    [name] = store_copy.records("drafts")
+    for preview, is_new in ((again, False), (None, True)):
+        settings = draft.settings.model_copy(update={"preview": preview})
+        store_copy.write_record("drafts", name, draft.model_copy(update={"settings": settings}).to_json())
+        manifest, new = publish(store_copy, "toy-sdxl")
+        assert new == is_new and (manifest.settings.preview == fitted) != is_new
+
+
 def test_refuses_an_existing_name(store_copy: WritableStore) -> None:
     before = store_copy.read_release("toy-sdxl/1")
     with pytest.raises(ReleaseExists, match="toy-sdxl/1 is already published"):

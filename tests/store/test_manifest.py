@@ -8,7 +8,16 @@ import pytest
 
 from engine_builder.stores.local import WritableLocalStore
 from model.errors import ManifestError
-from model.store.manifest import BLOB_LIMIT, MANIFEST_LIMIT, SCHEMA_VERSION, SMALL_BLOB_LIMIT, Bucket, Manifest, Span
+from model.store.manifest import (
+    BLOB_LIMIT,
+    MANIFEST_LIMIT,
+    SCHEMA_VERSION,
+    SMALL_BLOB_LIMIT,
+    Bucket,
+    Manifest,
+    PreviewRecord,
+    Span,
+)
 from model.store.manifest_json import parse_constants, parse_manifest, split_name
 from tests.support import releases
 
@@ -223,6 +232,60 @@ def test_refuses_bad_value(entries: Entries, path: str, value: object) -> None:
     set_entry(entries, path, value)
     message = refusal(entries)
     assert "damaged at" in message and "`preheat publish`" in message
+
+
+def preview(channels: int = 4, units: int = 2) -> Entries:
+    """A map for previews, as JSON."""
+    row = [0.25] * (9 * channels)
+    layers = [{"weight": [row] * units, "bias": [1e6] * units}, {"weight": [[-1.0] * units] * 3, "bias": [0.0] * 3}]
+    return {"version": 1, "layers": layers, "error": 0.05}
+
+
+def with_preview(manifest: Manifest) -> Manifest:
+    record = PreviewRecord.model_validate(preview())
+    return manifest.model_copy(update={"settings": manifest.settings.model_copy(update={"preview": record})})
+
+
+def test_map_for_previews_is_an_optional_section(manifest: Manifest, entries: Entries) -> None:
+    changed = with_preview(manifest)
+    assert parse_manifest(changed.to_json(), changed.name) == changed
+    assert (manifest.required_schema, changed.required_schema) == (1, 5)
+    assert "preview" not in entries["settings"]
+    assert json.loads(changed.to_json()) == entries | {"settings": entries["settings"] | {"preview": preview()}}
+    older = parse_manifest(manifest.to_json(), manifest.name)
+    assert older.to_json() == manifest.to_json() and b"preview" not in older.signed_bytes()
+    assert b"preview" in parse_manifest(changed.to_json(), changed.name).signed_bytes()
+
+
+BAD_PREVIEWS: dict[str, tuple[str, object]] = {
+    "newer version": ("version", 2),
+    "no version": ("version", None),
+    "error beyond the range": ("error", 1.5),
+    "one layer": ("layers", preview()["layers"][:1]),
+    "three layers": ("layers", preview()["layers"] * 2),
+    "no unit": ("layers.0.weight", []),
+    "too many units": ("layers", preview(units=33)["layers"]),
+    "other channels": ("layers", preview(channels=5)["layers"]),
+    "too many channels": ("layers", preview(channels=33)["layers"]),
+    "row too short": ("layers.0.weight.1", [0.25] * 35),
+    "row of another layer": ("layers.1.weight.2", [1.0] * 3),
+    "a missing color": ("layers.1.weight", [[-1.0] * 2] * 2),
+    "a missing bias": ("layers.0.bias", [1.0]),
+    "coefficient too large": ("layers.0.weight.0.0", 1.1e6),
+    "coefficient as text": ("layers.0.weight.0.0", "1"),
+    "coefficient that is true": ("layers.0.weight.0.0", True),
+    "coefficient that is null": ("layers.1.bias.0", None),
+    "unknown key": ("layers.0.pickle", "x"),
+}
+
+
+@pytest.mark.parametrize(("path", "value"), BAD_PREVIEWS.values(), ids=BAD_PREVIEWS)
+def test_refuses_a_bad_map_for_previews(entries: Entries, path: str, value: object) -> None:
+    entries["settings"]["preview"] = preview()
+    assert parse_manifest(json.dumps(entries).encode(), releases.RELEASE_NAME).settings.preview is not None
+    entries["settings"]["preview"] = json.loads(json.dumps(preview()))  # without shared lists
+    set_entry(entries, f"settings.preview.{path}", value)
+    assert "damaged at settings" in refusal(entries)
 
 
 def test_refuses_number_beyond_float_range(manifest: Manifest) -> None:
