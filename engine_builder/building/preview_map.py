@@ -1,8 +1,8 @@
 """Fit the map for previews of a release: a network of two small layers from latents to the decoder's colours.
 
 It is fitted to synthetic pictures that the release's own VAE encodes and decodes, and to blends of their latents. Its
-error is measured on images that the model generated, which are not part of the fit. `model.pipeline.preview` runs it.
-Linear maps and polynomials were less accurate (docs/log/correctness.md).
+error is measured on images that the model generated and on other synthetic pictures, which are not part of the fit.
+`model.pipeline.preview` runs it. Linear maps and polynomials were less accurate (docs/log/correctness.md).
 """
 
 import math
@@ -22,10 +22,11 @@ from model.pipeline.spec import VAE_DECODER, VAE_ENCODER
 from model.store.manifest import MAX_PREVIEW_CHANNELS, ModelFacts, PreviewLayer, PreviewRecord
 
 PREVIEW_VERSION = 1  # of the fit, recorded with each build
-_PICTURES, _SIDE = 48, 16  # side in latents
+_PICTURES, _SIDE = 96, 16  # side in latents
+_OTHERS = 16  # pictures that the error is measured on
 _BATCH = 8  # pictures that the VAE runs at once
-_UNITS = 24
-_STEPS, _SAMPLES, _LEARNING_RATE = 800, 2048, 1e-2
+_UNITS = 32
+_STEPS, _SAMPLES, _LEARNING_RATE = 1200, 2048, 1e-2
 _DIGITS = 6  # of a stored coefficient
 
 Examples = tuple[torch.Tensor, torch.Tensor]
@@ -37,7 +38,7 @@ def with_preview_map(
 ) -> ModelFacts:
     """Return the facts with a map for previews, or as they are if the VAE is too wide or decodes no picture.
 
-    `real_inputs`: each component's recorded inputs. The map's error is measured on those of the VAE decoder.
+    `real_inputs`: each component's recorded inputs. The map's error is measured on those of the VAE decoder too.
     """
     if facts.latent_channels > MAX_PREVIEW_CHANNELS:
         return facts
@@ -48,13 +49,15 @@ def with_preview_map(
     device = next(networks[VAE_DECODER].module.parameters()).device
     model = LoadedModel(engines=engines, tokenizers={}, noise_schedules={}, settings=facts, device=device)
     with torch.no_grad():
-        examples = _synthetic_examples(model)
+        generator = torch.Generator().manual_seed(0)
+        examples = _decode_all(model, _with_blends(_encode_pictures(model, _PICTURES, generator), generator))
+        others = _decode_all(model, _encode_pictures(model, _OTHERS, generator))
         generated = [_decode(model, _scaled(model, inputs["latents"].float())) for inputs in real_inputs[VAE_DECODER]]
-    if not len(examples[0]):
+    if not len(examples[0]) or not len(others[0]):
         return facts
     layers = _fit(*examples)
     preview = PreviewRecord(version=1, layers=layers, error=0.0)
-    error = mean_error(preview_map_of(preview, torch.device("cpu")), generated)
+    error = mean_error(preview_map_of(preview, torch.device("cpu")), [*generated, others])
     return facts.model_copy(update={"preview": preview.model_copy(update={"error": error})})
 
 
@@ -68,20 +71,28 @@ def mean_error(preview_map: PreviewMap, examples: Sequence[Examples]) -> float:
     return round(float(torch.stack(errors).mean()), _DIGITS)
 
 
-def _synthetic_examples(model: LoadedModel) -> Examples:
-    """Return pictures, blends of two and of four of them. Those that the VAE turns into NaN or infinity are left out.
+def _encode_pictures(model: LoadedModel, count: int, generator: torch.Generator) -> torch.Tensor:
+    """Return the latents of synthetic pictures, [count, channels, _SIDE, _SIDE]."""
+    side = _SIDE * model.settings.vae_scale_factor
+    pictures = torch.stack([_picture(side, generator) for _ in range(count)])
+    return torch.cat([encode_pixels(model, part.to(model.device)).mean for part in torch.split(pictures, _BATCH)])
+
+
+def _with_blends(latents: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Return latents, and blends of two and of four of them.
 
     Blends of four resemble the estimates of the first steps. With guidance these are blurred and up to three times as
     large as the latents of pictures.
     """
-    generator = torch.Generator().manual_seed(0)
-    side = _SIDE * model.settings.vae_scale_factor
-    pictures = torch.stack([_picture(side, generator) for _ in range(_PICTURES)])
-    latents = torch.cat([encode_pixels(model, part.to(model.device)).mean for part in torch.split(pictures, _BATCH)])
-    share, size = torch.rand((2, _PICTURES, 1, 1, 1), generator=generator).to(latents)
+    share, size = torch.rand((2, len(latents), 1, 1, 1), generator=generator).to(latents)
     of_two = torch.lerp(latents.roll(1, 0), latents, share)
     of_four = (0.5 + 3 * size) * (latents + latents.roll(1, 0) + latents.roll(3, 0) + latents.roll(7, 0)) / 4
-    decoded = [_decode(model, part) for part in torch.split(torch.cat([latents, of_two, of_four]), _BATCH)]
+    return torch.cat([latents, of_two, of_four])
+
+
+def _decode_all(model: LoadedModel, latents: torch.Tensor) -> Examples:
+    """Return latents and colours, without those that the VAE turned into NaN or infinity."""
+    decoded = [_decode(model, part) for part in torch.split(latents, _BATCH)]
     latents, colours = (torch.cat(tensors) for tensors in zip(*decoded, strict=True))
     finite = torch.stack([one.isfinite().flatten(1).all(dim=1) for one in (latents, colours)]).all(dim=0)
     return latents[finite], colours[finite]

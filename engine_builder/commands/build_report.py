@@ -68,7 +68,10 @@ def print_engines(result: "BuildResult", target: str) -> None:
         )  # fmt: skip
     console.print(table)
     if preview := result.draft.settings.preview:
-        console.print(f"Previews: mean error {preview.error:.1%} of the range, on images that the build generated")
+        console.print(
+            f"Previews: mean error {preview.error:.1%} of the range, on generated and synthetic pictures outside of the "
+            "fit"
+        )
 
 
 def print_gains(plan: "BuildPlan") -> None:

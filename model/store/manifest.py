@@ -358,8 +358,8 @@ class PreviewRecord(Record):
     """A map from latents to the colours of a preview, fitted to the release's VAE decoder.
 
     The first layer reads the 3 x 3 latents around a pixel, channel by channel, and tanh follows it. The second returns
-    red, green and blue in [-1, 1]. `error`: mean difference from the decoder's colours on images of the build, as a
-    share of the range.
+    red, green and blue in [-1, 1]. `error`: mean difference from the decoder's colours on pictures outside of the fit,
+    as a share of the range.
     """
 
     version: Literal[1]
