@@ -68,10 +68,8 @@ def print_engines(result: "BuildResult", target: str) -> None:
         )  # fmt: skip
     console.print(table)
     if preview := result.draft.settings.preview:
-        console.print(
-            f"Previews: mean error {preview.error:.1%} of the range, on generated and synthetic pictures outside of the "
-            "fit"
-        )
+        measured = "generated and synthetic pictures outside of the fit"
+        console.print(f"Previews: mean error {preview.error:.1%} of the range, on {measured}")
 
 
 def print_gains(plan: "BuildPlan") -> None:

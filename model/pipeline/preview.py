@@ -35,7 +35,7 @@ class PreviewMap:
 
     def colours(self, latents: torch.Tensor) -> torch.Tensor:
         """Return float32 [height/8, width/8, 3], not clamped, from latents [1, channels, height/8, width/8]."""
-        [values] = neighbourhoods(latents.float())
+        values = neighbourhoods(latents.float())[0]
         for index, (weight, bias) in enumerate(self.layers):
             values = (values.tanh() if index else values) @ weight + bias
         return values
