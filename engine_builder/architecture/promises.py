@@ -43,7 +43,7 @@ CAPABILITIES: Tests = {
     "IP-Adapter": (
         "tests/test_ip_adapters.py::test_images_are_those_of_diffusers",
         "tests/test_ip_adapters.py::test_requests_with_and_without_image_prompts_share_a_batch",
-        "tests/test_ip_adapters.py::test_a_reference_image_is_the_square_of_clip",
+        "tests/test_fit.py::test_a_reference_image_is_the_square_of_clip",
         "tests/builder/test_ip_adapters.py::test_refuses_files_that_do_not_fit",
     ),
     "textual inversion": (
