@@ -1,5 +1,6 @@
 """An SDXL of linear networks that run in microseconds, record their inputs, and fail on request."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -13,6 +14,7 @@ from model.engines.signatures import Widths
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import GenerationParams
 from model.pipeline.spec import SDXL
+from model.pipeline.tokenizer import Piece
 from model.store.manifest import ModelFacts, RefinerFacts, Signature
 
 TEXT_WIDTH = 4
@@ -31,13 +33,10 @@ class WordTokenizer:
 
     class settings:
         max_length = WIDTHS.tokens
+        bos_token_id = eos_token_id = pad_token_id = 0
 
-    def encode(self, text: str) -> tuple[list[int], int]:
-        ids = [len(word) for word in text.split()]
-        return (ids + [0] * WIDTHS.tokens)[: WIDTHS.tokens], max(0, len(ids) - WIDTHS.tokens)
-
-    def dropped_text(self, text: str) -> str:
-        return " ".join(text.split()[WIDTHS.tokens :])
+    def pieces(self, text: str) -> list[Piece]:
+        return [Piece((len(word[0]),), *word.span(), False) for word in re.finditer(r"\S+", text)]
 
 
 @dataclass

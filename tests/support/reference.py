@@ -149,7 +149,9 @@ class Reference:
 
 
 def _pipeline(kind: Any, folder: Path) -> Any:
-    pipeline = kind.from_pretrained(folder, dtype=torch.float32, use_safetensors=True, **_extras(kind))
+    # Some of diffusers' schedulers create NumPy arrays in a way that NumPy has deprecated.
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        pipeline = kind.from_pretrained(folder, dtype=torch.float32, use_safetensors=True, **_extras(kind))
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
