@@ -1,4 +1,4 @@
-"""What is raised for a file that is not an adapter of the model, and the list of the key formats that are read."""
+"""The error for a file that is not an adapter of the model, and the list of the key formats that are read."""
 
 from model.errors import PreheatError
 

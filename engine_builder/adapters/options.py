@@ -66,7 +66,7 @@ class Module:
 
 @dataclass(frozen=True)
 class Stated:
-    """What the options state for a layer; None: nothing."""
+    """The values that the options state for a layer; None: they state none."""
 
     rank: int | None
     alpha: float | None

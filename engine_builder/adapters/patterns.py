@@ -80,13 +80,13 @@ def _match(scope: Scope) -> Matches:
 
 
 def _first_matches(patterns: Collection[str], names: Sequence[str]) -> list[str | None]:
-    """As PEFT's `get_pattern_key`: a pattern matches the end of a name, from its start or from a dot."""
+    """Match like PEFT's `get_pattern_key`: a pattern matches the end of a name, from its start or from a dot."""
     compiled = {pattern: _compile(rf"(.*\.)?({pattern})$", pattern) for pattern in patterns}
     return [next((pattern for pattern, found in compiled.items() if found.match(name)), None) for name in names]
 
 
 def _is_target(scope: Scope, name: str) -> bool:
-    """As PEFT's `check_target_module_exists`, for options that were checked."""
+    """Decide like PEFT's `check_target_module_exists`, for options that were checked."""
     targets, excluded = scope["target_modules"], scope["exclude_modules"]
     if excluded and _names_module(excluded, name):
         return False

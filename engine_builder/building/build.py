@@ -64,8 +64,8 @@ class BuildResult:
     """What a build wrote.
 
     `draft`: the manifest that `publish` turns into a release, with the engines of all targets. `compiled`, `reused`:
-    the components that this build compiled or reused. `comparison`: of the model with diffusers; None: the draft is of
-    an earlier build.
+    the components that this build compiled or reused. `comparison`: of the model with diffusers; None: an earlier build
+    compared it.
     """
 
     draft: Manifest

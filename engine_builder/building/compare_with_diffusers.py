@@ -49,7 +49,7 @@ class DiffersFromDiffusers(PreheatError):
 
 @dataclass(frozen=True)
 class Difference:
-    """What was compared, how far it is from the library's result, and the limit. Errors are relative, by norm."""
+    """The distance of a result from the library's, and its limit. The error is relative, by norm, unless stated."""
 
     name: str
     error: float
@@ -74,26 +74,18 @@ class ComparisonReport:
         """Return the report as a record of a store."""
         return json.dumps(asdict(self)).encode()
 
-    @classmethod
-    def from_json(cls, data: bytes) -> "ComparisonReport":
-        """Read a record that `to_json` wrote."""
-        entries = json.loads(data)
-        networks = tuple(Difference(**one) for one in entries.pop("networks"))
-        sampler, image = (Difference(**entries.pop(name)) for name in ("sampler", "image"))
-        return cls(networks, sampler, image, **entries)
-
 
 def compare_once(
     plan: BuildPlan, store: WritableStore, builder: Mapping[str, str], report: Callable[[str], None] = lambda _: None
-) -> ComparisonReport:
-    """Compare what a plan builds, or return the report of an earlier comparison of the same files and components.
+) -> ComparisonReport | None:
+    """Compare what a plan builds, unless the store has the report of the same files and components. Then return None.
 
     `builder`: the manifest's entries, which have the model's digest and all versions. Raises as
     `compare_with_diffusers` does.
     """
     key = digest_json([dict(builder), plan.components, plan.network_device, plan.precision.unquantized.name])
-    if (record := store.read_record(_RECORDS, key)) is not None:
-        return ComparisonReport.from_json(record)
+    if store.read_record(_RECORDS, key) is not None:
+        return None
     compared = compare_with_diffusers(plan, report)
     store.write_record(_RECORDS, key, compared.to_json())
     return compared

@@ -1,7 +1,7 @@
 """Compare each network of a build with the library's own module: diffusers' or transformers', on random inputs.
 
-Both have the same weights and compute in float32. A wrapper that ignores an entry of a config.json differs by far more
-than the limit, also where no test has such a model.
+Both have the same weights, in which adapters are merged if the plan says so, and compute in float32. A wrapper that
+ignores an entry of a config.json differs by far more than the limit, also where no test has such a model.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,16 +24,17 @@ from model.adapters.packing import pack
 from model.engines import signatures
 from model.pipeline import spec as names
 from model.pipeline.image_prompt import MASKED
-from model.pipeline.spec import ComponentSpec, Part, find_component
+from model.pipeline.spec import ComponentSpec, Part, components_of, find_component, model_parts
 from model.pipeline.tokenizer import ClipTokenizer
 from model.pipeline.weighted_prompt import plain_chunks
 from model.store.precision import FP32, Precision, StorageDtype
 
 _BATCH = 2
-_LATENT_SIDE = 32
+_LATENT_SIDE = 16
 _TIMESTEPS = (981.0, 12.0)
 _TEXTS = ("a small orange star at the top on a purple background", "a portrait, " * 40)
 _RESIDUAL_DEVIATION = 0.1  # of what a ControlNet adds; large residuals would hide the UNet's own result
+_ADAPTER_SCALE = 0.1  # of what an adapter adds to a linear's outputs, for inputs of deviation 1
 
 # Largest relative error (norm of the difference over norm of the reference), by the type of the stored weights. The
 # wrappers store sums of some convolutions' weights (`subpixel_upsample`), which are rounded to that type.
@@ -44,20 +45,29 @@ LIMITS: dict[StorageDtype, float] = {"float32": 1e-4, "float16": 2e-3, "bfloat16
 class Counterparts:
     """The networks of a plan without kernels and quantization, and the libraries' own, with shared weights.
 
-    Each is loaded when it is first asked for.
+    Each is loaded when it is first asked for. Those of an image are kept. Of the others, which are many on a GPU, only
+    the last is.
     """
 
     plan: BuildPlan
-    _readers: dict[Path, ModuleReader] = field(default_factory=dict)
+    _readers: dict[Path | None, ModuleReader] = field(default_factory=dict)
     _networks: dict[str, Network] = field(default_factory=dict)
 
     @property
     def device(self) -> str:
         return self.plan.network_device
 
+    @property
+    def of_image(self) -> list[str]:
+        """The components that generate an image without ControlNets, adapters and IP-Adapters."""
+        plan = self.plan
+        return [spec.name for spec in components_of(plan.base.family, model_parts(plan.refiner is not None))]
+
     def ours(self, component: str) -> Network:
         """Return a component's wrapper, with inputs and outputs in float32. Raises CheckpointError."""
         if component not in self._networks:
+            for other in self._networks.keys() - set(self.of_image):
+                del self._networks[other]
             spec, _ = find_component(component)
             checkpoint = self.plan.checkpoint_of(component)
             with stored_types():
@@ -98,7 +108,8 @@ class Counterparts:
         return FP32 if spec.precision_rule == "vae" else replace(FP32, storage=self.storage)
 
     def _reader(self, checkpoint: Checkpoint, spec: ComponentSpec) -> ModuleReader:
-        folder = checkpoint.folder(spec.checkpoint_folder) if spec.checkpoint_folder != names.IP_ADAPTER else Path()
+        of_image = spec.name in self.of_image or spec.checkpoint_folder == "unet"
+        folder = checkpoint.folder(spec.checkpoint_folder) if of_image else None
         change = self.plan.merge.change if self.plan.merge else None
         return self._readers.setdefault(folder, ModuleReader(change))
 
@@ -273,7 +284,9 @@ def _with_adapters(
     adapters = [
         {
             place.layer.name: Factors(
-                draw(packing.rank, place.layer.shape[1]), draw(place.layer.shape[0], packing.rank), 0.01
+                draw(packing.rank, place.layer.shape[1]) * place.layer.shape[1] ** -0.5,
+                draw(place.layer.shape[0], packing.rank) * packing.rank**-0.5,
+                _ADAPTER_SCALE,
             )
             for place in packing.layers
         }
@@ -315,9 +328,8 @@ def _vae(pair: Counterparts) -> Outputs:
     pixels = draw(_BATCH, 3, _LATENT_SIDE * widths.vae_scale, _LATENT_SIDE * widths.vae_scale).clamp(-1, 1)
     decoded = pair.run(names.VAE_DECODER, latents=latents)
     yield names.VAE_DECODER, list(decoded.values()), [vae.decode(latents).sample]
-    if names.VAE_ENCODER in pair.plan.components:
-        encoded = pair.run(names.VAE_ENCODER, pixels=pixels)
-        yield names.VAE_ENCODER, list(encoded.values()), [vae.encode(pixels).latent_dist.parameters]
+    encoded = pair.run(names.VAE_ENCODER, pixels=pixels)
+    yield names.VAE_ENCODER, list(encoded.values()), [vae.encode(pixels).latent_dist.parameters]
 
 
 def _controlnet(pair: Counterparts, name: str) -> Outputs:

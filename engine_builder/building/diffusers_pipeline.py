@@ -23,7 +23,7 @@ from model.images.encode import Pixels
 from model.pipeline import spec as names
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import GenerationParams, Mask
-from model.pipeline.spec import components_of, model_parts, tokenizers_of
+from model.pipeline.spec import tokenizers_of
 from model.pipeline.text_to_image import generate
 from model.pipeline.tokenizer import ClipTokenizer
 from model.pipeline.weighted_prompt import plain_chunks
@@ -70,16 +70,19 @@ def largest_difference(pair: Counterparts) -> int:
     size = max(checkpoint.size_step() for checkpoint in (plan.base, plan.refiner) if checkpoint is not None)
     side = -(-SMALLEST_SIDE // size) * size
     sampler = read_scheduler(plan.base).sampler
+    paints = plan.base.widths().extra_channels > 0
+    # diffusers documents no refiner for a UNet for inpainting. The refiner's networks are compared in any case.
+    refines = plan.refiner is not None and sampler != "Heun" and not paints
     request = GenerationRequest.model_validate(
         {
             "prompt": _PROMPT, "width": side, "height": side, "num_inference_steps": STEPS, "seed": 0,
             "scheduler": sampler, "guidance_scale": 1.5 if sampler == "LCM" else 5.0, "denoising_frac": 0.5,
-            "use_refiner": plan.refiner is not None and sampler != "Heun",
+            "use_refiner": refines,
         }
     )  # fmt: skip
     model = _our_model(pair)
     params = resolve_for(model, request)
-    if plan.base.widths().extra_channels:
+    if paints:
         photo = np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8)
         levels = np.zeros((side, side), np.uint8)
         levels[side // 4 : side // 2, side // 4 :] = 255
@@ -91,8 +94,7 @@ def largest_difference(pair: Counterparts) -> int:
 
 def _our_model(pair: Counterparts) -> LoadedModel:
     plan = pair.plan
-    components = [spec.name for spec in components_of(plan.base.family, model_parts(plan.refiner is not None))]
-    engines = eager_engines({name: pair.ours(name) for name in components})
+    engines = eager_engines({name: pair.ours(name) for name in pair.of_image})
     return LoadedModel(
         engines={name: EngineSet([engine]) for name, engine in engines.items()},
         tokenizers=read_tokenizers(plan.base),

@@ -155,7 +155,7 @@ _USUAL = {
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """What a scheduler_config.json says about a release.
+    """The content of a scheduler_config.json for a release.
 
     schedule: the noise schedule. sampler: the public name of the sampler of requests without `scheduler`.
     config: the config from which a scheduler of diffusers denoises as this release does: the file's entries, with the
@@ -202,7 +202,7 @@ def read_scheduler_config(
     known = [*CLASS_KEYS, *_SAME_CLASSES, *REPLACED_CLASSES]
     if not isinstance(name, str) or name not in known:
         raise CheckpointError(
-            f"{path}: _class_name is {name!r:.80}, which is no scheduler of Stable Diffusion that Preheat knows.",
+            f"{path}: _class_name is {name!r:.80}, and Preheat does not know such a scheduler of Stable Diffusion.",
             f"Set the class that the model was made for, one of {', '.join(known)}.",
         )
     # 1. the class's defaults, and what diffusers' pipelines of the family change

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from engine_builder.checkpoints.folder import CheckpointError
+from engine_builder.checkpoints.folder import DOWNLOAD_AGAIN, CheckpointError
 
 _FIRST_CONVOLUTION = "model.diffusion_model.input_blocks.0.0.weight"
 _INPAINTING_CHANNELS = 9
@@ -25,7 +25,9 @@ def refuse_file(path: Path, model: Path | None = None) -> CheckpointError:
             f"{path} is a single file, and --vae takes the folder of a VAE in diffusers' layout.",
             f"Convert it: {command}",
         )
-    if not shapes or _FIRST_CONVOLUTION in shapes:
+    if not shapes:
+        return _unreadable(path)
+    if _FIRST_CONVOLUTION in shapes:
         first, is_sd = shapes.get(_FIRST_CONVOLUTION, ()), any(key.startswith("cond_stage_model.") for key in shapes)
         inpaints = len(first) == 4 and first[1] == _INPAINTING_CHANNELS
         kind = f"StableDiffusion{'' if is_sd else 'XL'}{'Inpaint' if inpaints else ''}Pipeline"
@@ -36,10 +38,22 @@ def refuse_file(path: Path, model: Path | None = None) -> CheckpointError:
             f"Convert it: {_python(kind, path)}{entries}",
         )
     return CheckpointError(
-        f"{path} holds no whole model: its tensors are {', '.join(list(shapes)[:2])} and others.",
+        f"{path} is not a whole model: its tensors are {', '.join(list(shapes)[:2])} and others.",
         "Name the folder of a model in diffusers' layout. A VAE is given with --vae; a UNet replaces "
         "unet/diffusion_pytorch_model.safetensors in a model's folder.",
     )
+
+
+def _unreadable(path: Path) -> CheckpointError:
+    """Return the error for a file that is not a complete safetensors file."""
+    if path.suffix == ".safetensors":
+        return CheckpointError(f"{path} is not a complete safetensors file.", DOWNLOAD_AGAIN)
+    if path.suffix in (".ckpt", ".pt", ".pth", ".bin"):
+        return CheckpointError(
+            f"{path} may hold a pickle, which can run code. It was not opened.",
+            "Use the .safetensors file of the same model, or a folder in diffusers' layout.",
+        )
+    return CheckpointError(f"{path} is neither a folder nor a checkpoint.", "Name a model's folder, or a Hub id.")
 
 
 def _python(kind: str, path: Path, options: str = "") -> str:

@@ -1,4 +1,4 @@
-"""Which entries of a network's config.json the wrappers read, and which values they compute with.
+"""The entries of a network's config.json that the wrappers read, and the values that they compute with.
 
 A network is built by its own class, and a wrapper runs the modules of that network. So an entry that only changes
 modules is read (`size`, `number`, ...), one that changes how the class calls them must have a certain value (`only`),
@@ -72,6 +72,7 @@ counts = Rule(f"whole numbers from 0 to {_MAX_SIZE}", lambda value: _are_sizes(v
 number = Rule("a number", _is_number)
 positive = Rule("a positive number", lambda value: _is_number(value) and value > 0)
 flag = Rule("true or false", lambda value: type(value) is bool)
+no = only(False, None)  # older converters wrote null for false
 token = Rule("the number of a token", lambda value: _is_size(value, 0))
 ignored = Rule("any value", lambda value: True)
 Rules = dict[str, Rule]
@@ -88,6 +89,7 @@ _PROVENANCE: Rules = dict.fromkeys(
 _AVERAGING: Rules = dict.fromkeys(
     ("decay", "inv_gamma", "min_decay", "optimization_step", "power", "update_after_step", "use_ema_warmup"), ignored
 )
+_MIDDLE = only("UNetMidBlock2DCrossAttn", "UNetMidBlock2D")
 _UNET_AND_CONTROLNET: Rules = {
     "in_channels": size,
     "flip_sin_to_cos": flag,
@@ -107,26 +109,25 @@ _UNET_AND_CONTROLNET: Rules = {
     "encoder_hid_dim_type": only(None),
     "attention_head_dim": sizes,
     "num_attention_heads": only(None),
-    "use_linear_projection": flag,
+    "use_linear_projection": or_null(flag),
     "class_embed_type": only(None),
-    "addition_embed_type": only(None),  # replaced by the family's
     "addition_time_embed_dim": or_null(size),
     "addition_embed_type_num_heads": ignored,  # of the type "text"
     "num_class_embeds": only(None),
-    "upcast_attention": flag,  # diffusers' fused attention, which is its default, does not read it
+    "upcast_attention": or_null(flag),  # diffusers' fused attention, which is its default, does not read it
     "resnet_time_scale_shift": only("default"),
     "projection_class_embeddings_input_dim": or_null(size),
 }
 UNET: Rules = _UNET_AND_CONTROLNET | {
     "sample_size": ignored,  # `release_settings` reads it
     "out_channels": size,
-    "center_input_sample": only(False),
-    "mid_block_type": only("UNetMidBlock2DCrossAttn"),
+    "center_input_sample": no,
+    "mid_block_type": _MIDDLE,
     "up_block_types": each_of("UpBlock2D", "CrossAttnUpBlock2D"),
     "dropout": ignored,
     "reverse_transformer_layers_per_block": or_null(counts),
-    "dual_cross_attention": only(False),
-    "resnet_skip_time_act": only(False),
+    "dual_cross_attention": no,
+    "resnet_skip_time_act": no,
     "resnet_out_scale_factor": only(1.0, 1),
     "time_embedding_type": only("positional"),
     "time_embedding_dim": or_null(size),
@@ -136,7 +137,7 @@ UNET: Rules = _UNET_AND_CONTROLNET | {
     "conv_in_kernel": only(3),
     "conv_out_kernel": only(3),
     "attention_type": only("default"),
-    "class_embeddings_concat": only(False),
+    "class_embeddings_concat": no,
     "mid_block_only_cross_attention": only(None, False),
     "cross_attention_norm": only(None),
 }
@@ -144,9 +145,9 @@ _CONTROLNETS: Rules = _UNET_AND_CONTROLNET | {
     "conditioning_channels": only(3),
     "controlnet_conditioning_channel_order": only("rgb", "bgr"),
     "conditioning_embedding_out_channels": sizes,
-    "global_pool_conditions": only(False),
+    "global_pool_conditions": no,
 }
-CONTROLNET: Rules = _CONTROLNETS | {"mid_block_type": only("UNetMidBlock2DCrossAttn", "UNetMidBlock2D")}
+CONTROLNET: Rules = _CONTROLNETS | {"mid_block_type": _MIDDLE}
 UNION_CONTROLNET: Rules = _CONTROLNETS | {
     "num_control_type": size,
     "num_trans_channel": size,
@@ -169,7 +170,7 @@ VAE: Rules = {
     "shift_factor": only(None),
     "latents_mean": ignored,  # `release_settings` checks both
     "latents_std": ignored,
-    "force_upcast": flag,
+    "force_upcast": or_null(flag),
     "use_quant_conv": flag,
     "use_post_quant_conv": flag,
     "mid_block_add_attention": only(True),
@@ -187,13 +188,14 @@ _TRANSFORMERS: Rules = {
             "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids",
             "num_return_sequences", "output_scores", "return_dict_in_generate", "forced_bos_token_id",
             "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens",
-            "begin_suppress_tokens", "_attn_implementation_autoset",
+            "begin_suppress_tokens", "use_cache", "output_past", "num_labels", "attn_implementation",
+            "_attn_implementation", "_attn_implementation_autoset", "_flash_attn_2_enabled",
         ),
         ignored,
     ),
-    "is_encoder_decoder": only(False),
-    "is_decoder": only(False),
-    "add_cross_attention": only(False),
+    "is_encoder_decoder": no,
+    "is_decoder": no,
+    "add_cross_attention": no,
     "pruned_heads": only({}),
     "initializer_range": ignored,
     "initializer_factor": ignored,
@@ -216,7 +218,7 @@ TEXT_ENCODER: Rules = _CLIP | {
     "pad_token_id": ignored,  # a tokenizer pads
     "bos_token_id": ignored,
     "eos_token_id": token,
-    "use_attention_mask": only(False),
+    "use_attention_mask": no,
 }
 IMAGE_ENCODER: Rules = _CLIP | {
     "model_type": only("clip_vision_model"),
@@ -254,7 +256,7 @@ RULES: Mapping[str, Rules] = {
 def rules_of(class_name: str, family: Family) -> Rules:
     """Return the rules of a network's config.json, without those of its origin."""
     rules = RULES[class_name]
-    return {**rules, **{key: rule for key, rule in _OF_FAMILY[family].items() if key in rules}}
+    return rules | _OF_FAMILY[family] if "addition_time_embed_dim" in rules else rules
 
 
 def check_config(config: CheckpointConfig, class_name: str, family: Family, entry: str = "") -> None:

@@ -12,7 +12,7 @@ def quiet_libraries() -> Iterator[None]:
     import transformers.utils.logging as of_transformers
 
     logs = (of_diffusers, of_transformers)
-    before = [log.get_verbosity() for log in logs]
+    before = [(log.get_verbosity(), log.is_progress_bar_enabled()) for log in logs]
     for log in logs:
         log.set_verbosity(log.CRITICAL)
         log.disable_progress_bar()
@@ -20,5 +20,7 @@ def quiet_libraries() -> Iterator[None]:
         with warnings.catch_warnings(action="ignore"):
             yield
     finally:
-        for log, verbosity in zip(logs, before, strict=True):
+        for log, (verbosity, shows_progress) in zip(logs, before, strict=True):
             log.set_verbosity(verbosity)
+            if shows_progress:
+                log.enable_progress_bar()

@@ -82,7 +82,7 @@ def test_single_file_vae_is_named_as_such(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("vae", "holds no whole model: its tensors are decoder"), ("lora", "is a LoRA adapter. Add it")]
+    ("name", "words"), [("vae", "is not a whole model: its tensors are decoder"), ("lora", "is a LoRA adapter. Add it")]
 )
 def test_other_files_are_named_as_such(name: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=words):

@@ -36,6 +36,13 @@ class Recipe:
 
 RECIPES: dict[str, Recipe] = {
     "sdxl": Recipe("StableDiffusionXLPipeline", {"block_out_channels": (2, 4), "norm_num_groups": 1}),
+    "sdxl without attention in the middle": Recipe(
+        "StableDiffusionXLPipeline",
+        {
+            "block_out_channels": (32, 64), "mid_block_type": "UNetMidBlock2D", "transformer_layers_per_block": (1, (2, 2)),
+            "reverse_transformer_layers_per_block": ((1, 2, 1), 1),
+        },
+    ),
     "sdxl lcm": Recipe(
         "StableDiffusionXLPipeline", {"block_out_channels": (2, 4), "norm_num_groups": 1, "time_cond_proj_dim": 256},
         scheduler="LCMScheduler",
