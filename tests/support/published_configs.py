@@ -30,7 +30,8 @@ _SD_UNET: dict[str, Any] = {
     "block_out_channels": [320, 640, 1280, 1280], "center_input_sample": False, "cross_attention_dim": 768,
     "down_block_types": [_CROSS, _CROSS, _CROSS, _DOWN], "downsample_padding": 1, "flip_sin_to_cos": True,
     "freq_shift": 0, "in_channels": 4, "layers_per_block": 2, "mid_block_scale_factor": 1, "norm_eps": 1e-05,
-    "norm_num_groups": 32, "out_channels": 4, "sample_size": 64, "up_block_types": [_UP, _UP_CROSS, _UP_CROSS, _UP_CROSS],
+    "norm_num_groups": 32, "out_channels": 4, "sample_size": 64,
+    "up_block_types": [_UP, _UP_CROSS, _UP_CROSS, _UP_CROSS],
 }  # fmt: skip
 _CONTROLNET: dict[str, Any] = {
     key: value
@@ -113,7 +114,9 @@ PUBLISHED: dict[str, tuple[str, Family, dict[str, Any]]] = {
     ),
     "a ControlNet of SDXL": ("ControlNetModel", "sdxl", _CONTROLNET),
     "SDXL's VAE": ("AutoencoderKL", "sdxl", _VAE),
-    "1.5's VAE": ("AutoencoderKL", "sd", {key: _VAE[key] for key in _VAE if key not in ("force_upcast", "scaling_factor")}),
+    "1.5's VAE": (
+        "AutoencoderKL", "sd", {key: _VAE[key] for key in _VAE if key not in ("force_upcast", "scaling_factor")},
+    ),
     "SDXL's first text encoder": ("CLIPTextModel", "sdxl", _TEXT),
     "SDXL's second text encoder": (
         "CLIPTextModelWithProjection", "sdxl",
@@ -127,8 +130,9 @@ PUBLISHED: dict[str, tuple[str, Family, dict[str, Any]]] = {
     "1.5's safety checker": (
         "StableDiffusionSafetyChecker", "sd",
         {
-            "_name_or_path": "CompVis/stable-diffusion-safety-checker", "architectures": ["StableDiffusionSafetyChecker"],
-            "initializer_factor": 1.0, "logit_scale_init_value": 2.6592, "model_type": "clip", "projection_dim": 768,
+            "_name_or_path": "CompVis/stable-diffusion-safety-checker",
+            "architectures": ["StableDiffusionSafetyChecker"], "initializer_factor": 1.0,
+            "logit_scale_init_value": 2.6592, "model_type": "clip", "projection_dim": 768,
             "text_config": _TEXT | _GENERATION, "text_config_dict": {"hidden_size": 768}, "torch_dtype": "float32",
             "transformers_version": None, "vision_config": _VISION, "vision_config_dict": {"hidden_size": 1024},
         },

@@ -39,8 +39,8 @@ RECIPES: dict[str, Recipe] = {
     "sdxl without attention in the middle": Recipe(
         "StableDiffusionXLPipeline",
         {
-            "block_out_channels": (32, 64), "mid_block_type": "UNetMidBlock2D", "transformer_layers_per_block": (1, (2, 2)),
-            "reverse_transformer_layers_per_block": ((1, 2, 1), 1),
+            "block_out_channels": (32, 64), "mid_block_type": "UNetMidBlock2D",
+            "transformer_layers_per_block": (1, (2, 2)), "reverse_transformer_layers_per_block": ((1, 2, 1), 1),
         },
     ),
     "sdxl lcm": Recipe(
