@@ -20,13 +20,13 @@ from engine_builder.backends.built import put_blob
 from engine_builder.embeddings.read import ONE_FILE_EACH, BadEmbedding, describe_width, read_embedding
 from engine_builder.releases.signing import sign
 from engine_builder.stores.store import WritableStore
+from model.loading.token_tables import TOKEN_TABLE
 from model.pipeline.spec import BASE, REFINER
 from model.pipeline.tokenizer import open_tokenizer
 from model.store.manifest import Manifest, TokenizerRecord, WeightsRecord
 from model.store.manifest_json import split_name
 from model.store.store import Store
 
-_TABLE = "embeddings.token_embedding.weight"  # the end of its name, in every text encoder
 _TOKEN = re.compile(r"[^\s\x00-\x1f]{1,64}")
 _TOKEN_REMEDY = "Choose another token, for example <cat>."
 _ROWS_REMEDY = "Build the model with more rows (`preheat build --embedding-rows`) and publish a new release."
@@ -154,7 +154,7 @@ def _write_rows(
     blobs = []
     for blob in record.blobs:
         tensors = load(store.get(blob.sha256, blob.bytes).read_bytes())
-        names = [name for name in tensors if name.endswith(_TABLE)]
+        names = [name for name in tensors if name.endswith(TOKEN_TABLE)]
         for name in names:
             table = tensors[name]
             for row, vector in rows.items():

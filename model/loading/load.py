@@ -28,6 +28,7 @@ from model.loading.memory import check_memory
 from model.loading.select import Selection, select
 from model.loading.served import ServedModel, ServedRelease, served_model
 from model.loading.target import Target
+from model.loading.token_tables import check_token_ids
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.spec import ADDED_COMPONENTS, COMPONENTS, UNET, UNET_LORA, find_component
 from model.pipeline.tokenizer import ClipTokenizer, open_tokenizer
@@ -171,6 +172,7 @@ def load_release(
                 if others := [engine for record, engine in opened if record.precision != first]:
                     fp16_engines[name] = _engine_set(name, others)
             engines |= {name: engines[owner] for name, owner in selection.shared.items()}
+            check_token_ids(selection, tokenizers, contents)
     model = LoadedModel(
         engines=engines,
         tokenizers=tokenizers,
@@ -205,15 +207,12 @@ def _in_layout(tensors: Mapping[str, torch.Tensor], record: WeightsRecord) -> di
 def _read_blobs(store: Store, selection: Selection) -> dict[str, bytes]:
     """Verify all blobs but weights, concurrently: hashing releases the interpreter lock.
 
-    Returns contents by digest, so that the verified bytes are the bytes that are used. The blobs of plans have no
+    Returns contents by digest, so that the verified bytes are the bytes that are used. Plans and their literals have no
     content here: `Plans` reads and verifies them later.
     """
     records = [record for engines in selection.engines.values() for record in engines if record.tensorrt]
     plan_blobs = {
-        blob.sha256
-        for record in records
-        if record.tensorrt
-        for blob in (record.blob, record.constants, record.tensorrt.literals)
+        blob.sha256 for record in records if record.tensorrt for blob in (record.blob, record.tensorrt.literals)
     }
 
     def read(blob: Blob) -> tuple[str, bytes]:

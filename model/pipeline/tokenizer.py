@@ -84,6 +84,10 @@ class ClipTokenizer:
                 f"The release's tokenizer has no token {settings.pad_token_id}, which its settings state for padding."
             )
         self._json = tokenizer_json
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        of_embeddings = (row for rows in (embeddings or {}).values() for row in rows)
+        self.largest_id = max(*vocabulary, *of_embeddings, *expected, settings.pad_token_id)
+        """The largest id that `pieces`, begin, end and padding have."""
         with _as_missing_component():
             # The library's id of each embedding's token -> the ids of its vectors.
             self._embeddings = _embeddings_in(self._tokenizer)

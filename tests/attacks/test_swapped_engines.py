@@ -1,4 +1,4 @@
-"""Releases with swapped engines and consistent digests, as a broken tool or an attacker could publish them.
+"""Releases with swapped engines or tokenizers and consistent digests, as a broken tool or an attacker publishes them.
 
 Native code takes any tensors. So each swap must be detected from the packages and the manifest, or in the warm-up.
 """
@@ -16,13 +16,14 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from engine_builder.backends.aot_inductor.compile import write_identity
 from engine_builder.stores.local import WritableLocalStore
 from engine_builder.stores.store import WritableStore
 from model.cold_start import ColdStart
 from model.engines.aot_inductor.package import IDENTITY, Identity
-from model.errors import EngineError
+from model.errors import EngineError, MissingComponent
 from model.loading.load import Loaded, load_release
 from model.loading.target import detect_targets
 from model.loading.warmup import warm_up
@@ -236,3 +237,62 @@ def test_refuses_package_with_another_identity(
     set_identity_of_unet(toy, change(identity_of_unet(toy)), tmp_path)
     with pytest.raises(EngineError, match=words):
         toy.load()
+
+
+# -- ids of tokens that the text encoders' tables lack ----------------------------------------------------------------
+
+
+def rows_of(release: Release, encoder: str) -> int:
+    """Return the number of rows of a text encoder's table of tokens."""
+    blob = release.engine(encoder)["constants"]
+    constants = json.loads(release.store.get(blob["sha256"], blob["bytes"]).read_bytes()).values()
+    [rows] = [entry["shape"][0] for entry in constants if entry["tensor"].endswith("token_embedding.weight")]
+    return int(rows)
+
+
+def embed(release: Release, tokenizer: str, last_id: int) -> None:
+    """Give all tokenizers an embedding, the last vector of one of them in this row."""
+    for name, record in release.entries["tokenizers"].items():
+        record["embeddings"] = {"<x>": [2, last_id if name == tokenizer else 3]}
+
+
+def extend_vocabulary(release: Release, tokenizer: str, last_id: int) -> None:
+    """Replace a tokenizer by one with more tokens, up to this id."""
+    record = release.entries["tokenizers"][tokenizer]
+    extended = Tokenizer.from_file(str(release.store.get(record["blob"]["sha256"], record["blob"]["bytes"])))
+    vocabulary = extended.get_vocab(with_added_tokens=True)
+    extended.add_tokens([f"<new{id}>" for id in range(max(vocabulary.values()), last_id)])
+    assert max(extended.get_vocab(with_added_tokens=True).values()) == last_id
+    record["blob"] = releases.put_blob(release.store, extended.to_str().encode()).model_dump()
+
+
+UNKNOWN_IDS: dict[str, tuple[Callable[[Release, str, int], None], int]] = {
+    "embedding just outside": (embed, 0),
+    "embedding": (embed, 100_000),
+    "embedding at the limit of 32 bits": (embed, 2**31 - 2000),
+    "vocabulary": (extend_vocabulary, 0),
+    "larger vocabulary": (extend_vocabulary, 100),
+}
+ENCODERS = {"tokenizer": "text_encoder", "tokenizer_2": "text_encoder_2"}
+
+
+@pytest.mark.parametrize("tokenizer", ENCODERS)
+@pytest.mark.parametrize("change, beyond", UNKNOWN_IDS.values(), ids=UNKNOWN_IDS)
+def test_refuses_ids_without_a_row(
+    change: Callable[[Release, str, int], None], beyond: int, tokenizer: str, toy: Release
+) -> None:
+    """Native code ends the process for such an id, at the first prompt that has it."""
+    encoder = ENCODERS[tokenizer]
+    rows = rows_of(toy, encoder)
+    change(toy, tokenizer, rows + beyond)
+    with pytest.raises(MissingComponent) as caught:
+        toy.load()
+    words = f"The {tokenizer} of release {NAME} has the id {rows + beyond}, in its vocabulary or its embeddings"
+    assert words in str(caught.value) and f"{encoder} has {rows} rows" in str(caught.value)
+    assert FIX in str(caught.value)
+
+
+@pytest.mark.parametrize("tokenizer", ENCODERS)
+def test_loads_an_embedding_in_the_last_row(tokenizer: str, toy: Release) -> None:
+    embed(toy, tokenizer, rows_of(toy, ENCODERS[tokenizer]) - 1)
+    assert toy.load().release == NAME
