@@ -23,11 +23,10 @@ from engine_builder.stores.store import WritableStore
 from model.loading.token_tables import TOKEN_TABLE
 from model.pipeline.spec import BASE, REFINER
 from model.pipeline.tokenizer import open_tokenizer
-from model.store.manifest import Manifest, TokenizerRecord, WeightsRecord
+from model.store.manifest import EMBEDDING_TOKEN, Manifest, TokenizerRecord, WeightsRecord
 from model.store.manifest_json import split_name
 from model.store.store import Store
 
-_TOKEN = re.compile(r"[^\s\x00-\x1f]{1,64}")
 _TOKEN_REMEDY = "Choose another token, for example <cat>."
 _ROWS_REMEDY = "Build the model with more rows (`preheat build --embedding-rows`) and publish a new release."
 
@@ -96,7 +95,7 @@ def parse_embeddings(options: Sequence[str]) -> dict[str, tuple[Path, ...]]:
     for text in options:
         token, _, value = text.partition("=")
         paths = [value] if "\x00" not in value and Path(value).is_file() else value.split(",")
-        if not all(paths) or not _TOKEN.fullmatch(token):
+        if not all(paths) or not re.fullmatch(EMBEDDING_TOKEN, token):
             raise BadEmbedding(
                 f"{text!r:.100} is not TOKEN=FILE.", "Give a token without spaces, for example <cat>=cat.safetensors."
             )

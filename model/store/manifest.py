@@ -35,7 +35,8 @@ Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Symbol = Annotated[str, StringConstraints(pattern=r"^(rows|height|width|tokens|(height|width)/[1-9][0-9]{0,2})$")]
 Dimension = Size | Symbol
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
-EmbeddingToken = Annotated[str, StringConstraints(pattern=r"^[^\s\x00-\x1f]{1,64}$")]
+EMBEDDING_TOKEN = r"^[^\s\x00-\x1f]{1,64}$"
+EmbeddingToken = Annotated[str, StringConstraints(pattern=EMBEDDING_TOKEN)]
 Runtime = Literal["aot_inductor", "tensorrt", "tensorrt-rtx"]
 Family = Literal["sdxl", "sd"]  # the pipelines that `model.pipeline.spec` describes; "sd" is Stable Diffusion 1 and 2
 MAX_PREVIEW_CHANNELS, MAX_PREVIEW_UNITS = 32, 32  # of a map for previews, which has at most 9,347 numbers
@@ -504,6 +505,10 @@ class Manifest(Record):
         has_networks = any(component.startswith("refiner_") for component in self.architectures)
         if has_networks and self.settings.refiner is None:
             raise ValueError("the release has networks of a refiner but not its settings")
+        # Both text encoders must read a token as the same number of vectors, or their chunks belong to different texts.
+        counts = [{token: len(ids) for token, ids in (t.embeddings or {}).items()} for t in self.tokenizers.values()]
+        if any(other != counts[0] for other in counts):
+            raise ValueError("the tokenizers have different embeddings")
         return self
 
     @property

@@ -288,6 +288,79 @@ def test_refuses_a_bad_map_for_previews(entries: Entries, path: str, value: obje
     assert "damaged at settings" in refusal(entries)
 
 
+GOOD_EMBEDDINGS = {"<cat>": [5, 4], "EasyNegative": [*range(6)], "\u732b": [2**31 - 1]}
+BAD_EMBEDDINGS: dict[str, object] = {
+    "row below zero": {"<x>": [-1]},
+    "row beyond 32 bits": {"<x>": [2**31]},
+    "row with a fraction": {"<x>": [1.5]},
+    "row as a float": {"<x>": [1.0]},
+    "row that is true": {"<x>": [True]},
+    "row as text": {"<x>": ["1"]},
+    "row that is null": {"<x>": [None]},
+    "rows that are a number": {"<x>": 1},
+    "rows that are null": {"<x>": None},
+    "no row": {"<x>": []},
+    "more rows than a chunk has tokens": {"<x>": [1] * 7},
+    "no token": {},
+    "a list": [["<x>", [1]]],
+    "too many tokens": {f"<{number}>": [1] for number in range(4097)},
+    "token without a character": {"": [1]},
+    "token with a space": {"a b": [1]},
+    "token with a line end": {"a\n": [1]},
+    "token with a control character": {"a\x1b[31m": [1]},
+    "token that ends a text": {"a\0": [1]},
+    "token too long": {"x" * 65: [1]},
+}
+UNEQUAL_EMBEDDINGS: dict[str, tuple[object, object]] = {
+    "one tokenizer without": (GOOD_EMBEDDINGS, None),
+    "the other without": (None, GOOD_EMBEDDINGS),
+    "a token fewer": (GOOD_EMBEDDINGS, {"<cat>": [5, 4]}),
+    "another token": ({"<x>": [1]}, {"<y>": [1]}),
+    "another case": ({"<x>": [1]}, {"<X>": [1]}),
+    "a row fewer": ({"<x>": [1, 2]}, {"<x>": [1]}),
+}
+
+
+def set_embeddings(entries: Entries, first: object, second: object) -> None:
+    for name, embeddings in (("tokenizer", first), ("tokenizer_2", second)):
+        entries["tokenizers"][name].pop("embeddings", None)
+        if embeddings is not None:
+            entries["tokenizers"][name]["embeddings"] = embeddings
+
+
+@pytest.mark.parametrize("embeddings", BAD_EMBEDDINGS.values(), ids=BAD_EMBEDDINGS)
+def test_refuses_bad_embeddings(entries: Entries, embeddings: object) -> None:
+    set_embeddings(entries, embeddings, embeddings)
+    assert "damaged at tokenizers.tokenizer" in refusal(entries)
+
+
+def test_an_embedding_has_at_most_75_vectors(entries: Entries) -> None:
+    for record in entries["tokenizers"].values():
+        record["max_length"] = 77
+    set_embeddings(entries, {"<x>": [1] * 75}, {"<x>": [1] * 75})
+    assert parse_manifest(json.dumps(entries).encode(), releases.RELEASE_NAME).required_schema == 5
+    set_embeddings(entries, {"<x>": [1] * 76}, {"<x>": [1] * 76})
+    assert "more vectors than a chunk has tokens, 75" in refusal(entries)
+
+
+@pytest.mark.parametrize(("first", "second"), UNEQUAL_EMBEDDINGS.values(), ids=UNEQUAL_EMBEDDINGS)
+def test_refuses_unequal_embeddings(entries: Entries, first: object, second: object) -> None:
+    """The text encoders would read chunks of different texts."""
+    set_embeddings(entries, first, second)
+    assert "the tokenizers have different embeddings" in refusal(entries)
+
+
+def test_embeddings_are_written_as_they_were_read(entries: Entries) -> None:
+    other = {token: [row // 2 for row in rows] for token, rows in reversed(GOOD_EMBEDDINGS.items())}
+    set_embeddings(entries, GOOD_EMBEDDINGS, other)
+    entries["schema_version"] = 5
+    manifest = parse_manifest(json.dumps(entries).encode(), releases.RELEASE_NAME)
+    assert json.loads(manifest.to_json()) == entries
+    assert parse_manifest(manifest.to_json(), manifest.name).to_json() == manifest.to_json()
+    found = manifest.tokenizers["tokenizer_2"].embeddings
+    assert found is not None and {token: [*rows] for token, rows in found.items()} == other
+
+
 def test_refuses_number_beyond_float_range(manifest: Manifest) -> None:
     text = manifest.to_json().decode()
     for entry, other in (("vae_scaling_factor", "0.13025"), ("num_inference_steps", "4")):
