@@ -11,6 +11,7 @@ from engine_builder.checkpoints.tokenizers import export_tokenizer
 from model.errors import MissingComponent
 from model.pipeline.tokenizer import ClipTokenizer
 from model.pipeline.weighted_prompt import Chunks, plain_chunks, weighted_chunks
+from model.validation import MAX_EMBEDDING_ROWS
 from tests.conftest import MODEL_FOLDER
 
 FIRST = 960  # the tiny model's vocabulary has the ids below
@@ -103,6 +104,12 @@ def test_refuses_tokens_that_are_known(token: str, tokenizer: ClipTokenizer) -> 
     assert tokenizer.equal_token(token) is not None
     with pytest.raises(MissingComponent, match="The embedding's token .* is the tokenizer's"):
         tokenizer.with_embeddings(EMBEDDINGS | {token: (999,)})
+
+
+def test_as_many_embeddings_as_rows(plain: ClipTokenizer) -> None:
+    many = plain.with_embeddings({f"<E{number}>": (FIRST + number,) for number in range(MAX_EMBEDDING_ROWS)})
+    assert rows_of(many, "<e4095><E0> <e409>5 <E40>") == [FIRST + number for number in (4095, 0, 409, 40)]
+    assert many.largest_id == FIRST + MAX_EMBEDDING_ROWS - 1 and plain.largest_id == FIRST - 1
 
 
 IN_FILE = {"EasyNegative": 3, "lowname": 3, "easynegativev2": 2, "<cat>": 3, "<ink>": 1}

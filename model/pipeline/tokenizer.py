@@ -93,13 +93,17 @@ class ClipTokenizer:
             self._embeddings = _embeddings_in(self._tokenizer)
             added = (token.content for token in self._tokenizer.get_added_tokens_decoder().values())
             self._added = {self.normalize(token): token for token in added}
-            for token, of_token in (embeddings or {}).items():
+            for token in embeddings or {}:
                 if (known := self.equal_token(token)) is not None:
                     raise MissingComponent(f"The embedding's token {token!r:.80} is the tokenizer's {known!r:.80}.")
-                self._tokenizer.add_tokens([AddedToken(token, normalized=True, special=False)])
+                self._added[self.normalize(token)] = token
+            # In one call: each call builds the library's search for all added tokens again.
+            self._tokenizer.add_tokens(
+                [AddedToken(token, normalized=True, special=False) for token in embeddings or ()]
+            )
+            for token, of_token in (embeddings or {}).items():
                 added_id = self._tokenizer.token_to_id(token)
                 assert added_id is not None
-                self._added[self.normalize(token)] = token
                 self._embeddings[added_id] = tuple(of_token)
 
     def with_embeddings(self, embeddings: Mapping[str, Sequence[int]]) -> "ClipTokenizer":
