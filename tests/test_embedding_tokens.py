@@ -23,7 +23,6 @@ EMBEDDINGS = {
     "cat": (985, 986),
     "cat_1": (987,),
 }
-SIZE = 75
 
 
 @pytest.fixture(scope="module", params=["tokenizer", "tokenizer_2"])
@@ -152,15 +151,17 @@ def content(chunks: Chunks, tokenizer: ClipTokenizer) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize(("before", "in_first"), [(71, 74), (72, 75), (73, 73), (74, 74), (75, 75)])
-def test_an_embedding_moves_to_the_next_chunk(before: int, in_first: int, tokenizer: ClipTokenizer) -> None:
+# Words before an embedding of three vectors and a word -> the number of tokens in each chunk.
+DIVIDED = {70: [74], 71: [75], 72: [75, 1], 73: [73, 4], 74: [74, 4], 75: [75, 4], 146: [75, 75], 148: [75, 73, 4, 0]}
+
+
+@pytest.mark.parametrize(("before", "lengths"), DIVIDED.items())
+def test_an_embedding_moves_to_the_next_chunk(before: int, lengths: list[int], tokenizer: ClipTokenizer) -> None:
     chunks = weighted_chunks(tokenizer, "red " * before + "<e> blue", 4, "prompt")
     parts = content(chunks, tokenizer)
     red, blue, rows = ids_of(tokenizer, "red"), ids_of(tokenizer, "blue"), [*EMBEDDINGS["<E>"]]
-    together = red * before + rows + blue
-    moved = [red * before, rows + blue]
-    assert parts == ([part for part in (together[:SIZE], together[SIZE:]) if part] if in_first > before else moved)
-    assert len(parts[0]) == in_first + (in_first == 74 and before == 71) and not chunks.dropped and not chunks.uncut
+    assert [len(part) for part in parts] == lengths and sum(parts, []) == red * before + rows + blue
+    assert not chunks.dropped and not chunks.uncut
 
 
 def test_a_moved_embedding_keeps_its_weight(tokenizer: ClipTokenizer) -> None:
@@ -201,10 +202,27 @@ def test_what_follows_a_dropped_embedding_is_dropped(tokenizer: ClipTokenizer) -
     assert (chunks.uncut, chunks.dropped, chunks.dropped_tokens) == ("<e>", "<e> red", 4)
 
 
-def test_an_older_embedding_larger_than_a_chunk_is_dropped() -> None:
-    old = with_tokens_in_file("tokenizer", {"<big>": 80})
-    chunks = weighted_chunks(old, "red <big> blue", 4, "prompt")
-    assert [len(part) for part in content(chunks, old)] == [1] and chunks.uncut == "<big>"
+# The vectors of an embedding, the most chunks -> the tokens in each chunk, and the number of dropped ones.
+LARGE: dict[tuple[int, int], tuple[list[int], int]] = {
+    (75, 4): ([1, 75, 1, 0], 0),
+    (76, 4): ([75, 3], 0),
+    (80, 4): ([75, 7], 0),
+    (80, 1): ([75], 7),
+    (400, 4): ([75] * 4, 102),
+}
+
+
+@pytest.mark.parametrize(("vectors", "most"), LARGE)
+def test_divides_only_embeddings_larger_than_a_chunk(vectors: int, most: int) -> None:
+    """They exist in older releases."""
+    old, (lengths, dropped) = with_tokens_in_file("tokenizer", {"<big>": vectors}), LARGE[vectors, most]
+    chunks = weighted_chunks(old, "red <big> blue", most, "prompt")
+    parts = content(chunks, old)
+    assert [len(part) for part in parts] == lengths
+    assert sum(parts, []) == ids_of(old, "red <big> blue")[: sum(lengths)]
+    assert (chunks.dropped_tokens, chunks.dropped, chunks.uncut) == (dropped, "<big> blue" if dropped else "", "")
+    if most == 1:
+        assert plain_chunks(old, "red <big> blue") == chunks
 
 
 WORDS = {

@@ -61,8 +61,9 @@ def weighted_chunks(tokenizer: ClipTokenizer, text: str, max_chunks: int, field:
 def _chunks(tokenizer: ClipTokenizer, fragments: Sequence[tuple[str, float]], max_chunks: int) -> Chunks:
     """Divide fragments with weights into chunks: begin token, up to max_length - 2 tokens, end token, padding.
 
-    An embedding is never divided: if a chunk has no room for all of its vectors, it begins the next one, as in
-    AUTOMATIC1111's web UI. What follows the last chunk is dropped.
+    An embedding is not divided: if a chunk has no room for all of its vectors, it begins the next one, as in
+    AUTOMATIC1111's web UI. Those of releases before schema 5 may be larger than a chunk; only they are divided. What
+    follows the last chunk is dropped.
     """
     settings = tokenizer.settings
     size = settings.max_length - 2
@@ -70,11 +71,10 @@ def _chunks(tokenizer: ClipTokenizer, fragments: Sequence[tuple[str, float]], ma
     dropped, dropped_tokens, uncut = "", 0, ""
     inside: dict[tuple[str, str], None] = {}
     for fragment, weight in fragments:
-        pieces = tokenizer.pieces(fragment)
+        pieces = [part for piece in tokenizer.pieces(fragment) for part in _fitting(piece, size)]
         for number, piece in enumerate(pieces):
             room = size - len(chunks[-1])
-            is_last = len(chunks) == max_chunks or len(piece.ids) > size
-            if dropped_tokens or (len(piece.ids) > room and is_last):
+            if dropped_tokens or (len(piece.ids) > room and len(chunks) == max_chunks):
                 if room and not dropped_tokens:
                     uncut = fragment[piece.start : piece.stop]
                 dropped += fragment if dropped_tokens else fragment[piece.start :]
@@ -94,6 +94,11 @@ def _chunks(tokenizer: ClipTokenizer, fragments: Sequence[tuple[str, float]], ma
         weights.append([1.0, *(weight for _, weight in chunk), 1.0, *[1.0] * padding])
     is_weighted = any(weight != 1 for of_chunk in weights for weight in of_chunk)
     return Chunks(ids, weights if is_weighted else None, dropped.strip(), dropped_tokens, uncut, tuple(inside))
+
+
+def _fitting(piece: Piece, size: int) -> list[Piece]:
+    """Return a piece, or one for each of its ids if it has more than `size`."""
+    return [piece] if len(piece.ids) <= size else [piece._replace(ids=(token,)) for token in piece.ids]
 
 
 def _longer_word(text: str, piece: Piece) -> str:
