@@ -22,6 +22,8 @@ EMBEDDINGS = {
     "caf\u00e9-style": (980,),
     "cat": (985, 986),
     "cat_1": (987,),
+    "\u732b": (988,),
+    "[sky]": (989, 990),
 }
 
 
@@ -230,12 +232,20 @@ WORDS = {
     "my concatenate, CATS": (("cat", "concatenate"), ("CAT", "CATS")),
     "easynegative2, cat's <e>s (cat) cat-cat 3cat_x": (),
     "(cats:1.2)": (("cat", "cats"),),
+    "Cat\u00e9s \u044fcat": (("Cat", "Cat\u00e9s"), ("cat", "\u044fcat")),
+    "\u767dcat\u304c, \u767d\u732b\u304c\u597d\u304d, \u732bcat, \u5b50\u732b": (),
 }
 
 
 @pytest.mark.parametrize("text", WORDS)
 def test_names_words_with_an_embedding_inside(text: str, tokenizer: ClipTokenizer) -> None:
     assert weighted_chunks(tokenizer, text, 1, "prompt").inside == WORDS[text]
+
+
+def test_names_the_texts_of_all_embeddings(tokenizer: ClipTokenizer) -> None:
+    text = r"[sky] \[Sky\] a <e>, <E> " + "red " * 75 + "(cat:1.2) <e>"
+    assert plain_chunks(tokenizer, text).embeddings == ("[sky]", "<e>", "<E>", "cat")
+    assert weighted_chunks(tokenizer, text, 1, "prompt").embeddings == ("[Sky]", "<e>", "<E>", "cat")
 
 
 def test_both_tokenizers_of_a_model_divide_alike() -> None:

@@ -80,6 +80,43 @@ def test_ordinary_text_has_no_warning(syntax: Syntax, prompt: str) -> None:
     assert of(prompt, syntax) == []
 
 
+# Prompt, its embeddings, and what the warning names in the plain and the weighted syntax; "" without a warning.
+WITH_EMBEDDINGS: dict[str, tuple[tuple[str, ...], str, str]] = {
+    "a [cat] circle": (("[cat]",), "", ""),
+    "a [cat], [dog]": (("[cat]",), '"[dog]"', ""),
+    "[[cat]]": (("[cat]",), '"[[cat]]"', ""),
+    "a [cat] circle ": (("cat",), '"[cat]"', ""),
+    "[CAT] [cat]": (("[CAT]", "[cat]"), "", ""),
+    "a (cat:1.2)": (("(cat:1.2)",), "", ""),
+    "a ((cat))": (("((cat))",), "", ""),
+    "<lora:a:1>": (("<lora:a:1>",), "", ""),
+    "BREAK BREAKS BREAK": (("BREAK",), "", ""),
+    "embedding:easynegative": (("easynegative",), "", ""),
+    "(Embedding:EasyNegative:1.2)": (("EasyNegative",), '"(Embedding:EasyNegative:1.2)"', ""),
+    "embedding:easynegative, embedding:other": (("easynegative",), '"embedding:other"', '"embedding:other"'),
+    "embedding:<e>, embedding:<f>": (("<e>", "<f>"), "", ""),
+    r"[a|b] \[a|b\]": (("[a|b]",), r'"\\[", "\\]"', '"[a|b]"'),
+    "[cat:dog:0.5]": (("cat", "dog"), '"[cat:dog:0.5]"', '"[cat:dog:0.5]"'),
+    "<lora:cat:1>": (("cat",), '"<lora:cat:1>"', '"<lora:cat:1>"'),
+    "[easynegativev2] [easynegative]": (("easynegative", "[easynegativev2]"), '"[easynegative]"', ""),
+}
+
+
+@pytest.mark.parametrize("prompt", WITH_EMBEDDINGS)
+@pytest.mark.parametrize("syntax", SYNTAXES)
+def test_embeddings_are_no_constructs(syntax: Syntax, prompt: str) -> None:
+    embeddings, *named = WITH_EMBEDDINGS[prompt]
+    warnings = prompt_warnings("prompt", prompt, syntax, Chunks([], embeddings=embeddings), 77)
+    expected = named[SYNTAXES.index(syntax)]
+    assert len(warnings) == bool(expected)
+    assert all(f": {expected}. " in warning for warning in warnings)
+
+
+def test_hides_embeddings_with_escaped_brackets() -> None:
+    chunks = Chunks([], embeddings=("[cat]", "a\\b"))
+    assert prompt_warnings("prompt", r"embedding:\[cat\] embedding:a\\b", "weighted", chunks, 77) == []
+
+
 def test_each_construct_has_its_warning() -> None:
     warnings = of("<lora:a:1> BREAK [a:b:3] AND ((c)) embedding:d [e|f]", "plain")
     expected = (LORA, EMBEDDING, CHUNK, SUM, STEPS, WEIGHT)

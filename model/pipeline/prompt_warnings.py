@@ -5,6 +5,7 @@ ComfyUI that have no meaning here, and the weights that only the syntax `weighte
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from model.pipeline.weighted_prompt import Chunks
@@ -77,13 +78,16 @@ def prompt_warnings(field: str, prompt: str, syntax: PromptSyntax, chunks: Chunk
             f"{field}: the embedding {format_value(token)} was used within the word {format_value(word)}. Put a space "
             "between them, or write another word."
         )
-    return warnings + _construct_warnings(field, prompt, syntax)
+    return warnings + _construct_warnings(field, prompt, syntax, chunks.embeddings)
 
 
-def _construct_warnings(field: str, text: str, syntax: PromptSyntax) -> list[str]:
-    """Describe the constructs of a prompt that have no meaning in this syntax. `field`: of the request."""
+def _construct_warnings(field: str, text: str, syntax: PromptSyntax, embeddings: Sequence[str]) -> list[str]:
+    """Describe the constructs of a prompt that have no meaning in this syntax. `field`: of the request.
+
+    `embeddings`: the texts that were read as embeddings.
+    """
     found: dict[tuple[str, str], dict[str, None]] = {}
-    hidden = text
+    hidden = _hide_embeddings(text, syntax, embeddings)
     for row in _CONSTRUCTS:
         if syntax in row.syntaxes:
             for match in re.finditer(row.pattern, hidden) if row.meaning else ():
@@ -95,3 +99,13 @@ def _construct_warnings(field: str, text: str, syntax: PromptSyntax) -> list[str
         more = f" and {len(texts) - _MAX_NAMED} more" if len(texts) > _MAX_NAMED else ""
         warnings.append(f"{field}: read as text, not as {meaning}: {named}{more}. {remedy}")
     return warnings
+
+
+def _hide_embeddings(text: str, syntax: PromptSyntax, embeddings: Sequence[str]) -> str:
+    """Replace embeddings by commas. They end a name, so "embedding:" before an embedding has no name to warn of."""
+    typed = list(embeddings)
+    if syntax == "weighted":
+        typed = [re.sub(r"[()\[\]\\]", r"\\\g<0>", token) for token in embeddings]
+    longest_first = sorted(typed, key=len, reverse=True)
+    pattern = "|".join(map(re.escape, longest_first))
+    return re.sub(pattern, lambda match: "," * len(match[0]), text) if pattern else text

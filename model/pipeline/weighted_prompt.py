@@ -34,6 +34,7 @@ class Chunks:
     dropped: the text that did not fit, "" if all of it did, and the number of its tokens.
     uncut: the embedding that `dropped` begins with although some of its vectors would fit; "" without one.
     inside: the embeddings that are a part of a longer word, each with that word, as typed.
+    embeddings: the text of each embedding, without backslashes, also of those that did not fit.
     """
 
     ids: list[list[int]]
@@ -42,6 +43,7 @@ class Chunks:
     dropped_tokens: int = 0
     uncut: str = ""
     inside: tuple[tuple[str, str], ...] = ()
+    embeddings: tuple[str, ...] = ()
 
 
 def plain_chunks(tokenizer: ClipTokenizer, text: str) -> Chunks:
@@ -70,8 +72,10 @@ def _chunks(tokenizer: ClipTokenizer, fragments: Sequence[tuple[str, float]], ma
     chunks: list[list[tuple[int, float]]] = [[]]
     dropped, dropped_tokens, uncut = "", 0, ""
     inside: dict[tuple[str, str], None] = {}
+    embeddings: dict[str, None] = {}
     for fragment, weight in fragments:
         pieces = [part for piece in tokenizer.pieces(fragment) for part in _fitting(piece, size)]
+        embeddings |= {fragment[piece.start : piece.stop]: None for piece in pieces if piece.is_embedding}
         for number, piece in enumerate(pieces):
             room = size - len(chunks[-1])
             if dropped_tokens or (len(piece.ids) > room and len(chunks) == max_chunks):
@@ -93,7 +97,9 @@ def _chunks(tokenizer: ClipTokenizer, fragments: Sequence[tuple[str, float]], ma
         ids.append([begin, *(token for token, _ in chunk), end, *[settings.pad_token_id] * padding])
         weights.append([1.0, *(weight for _, weight in chunk), 1.0, *[1.0] * padding])
     is_weighted = any(weight != 1 for of_chunk in weights for weight in of_chunk)
-    return Chunks(ids, weights if is_weighted else None, dropped.strip(), dropped_tokens, uncut, tuple(inside))
+    return Chunks(
+        ids, weights if is_weighted else None, dropped.strip(), dropped_tokens, uncut, tuple(inside), tuple(embeddings)
+    )
 
 
 def _fitting(piece: Piece, size: int) -> list[Piece]:
@@ -102,9 +108,13 @@ def _fitting(piece: Piece, size: int) -> list[Piece]:
 
 
 def _longer_word(text: str, piece: Piece) -> str:
-    """Return the word that an embedding's token is a part of: two letters meet at an end of the token. Else ""."""
+    """Return the word that an embedding's token is a part of: two letters meet at an end of the token. Else "".
+
+    Letters without upper and lower case are not compared: most scripts with them write no spaces between words.
+    """
     before, token, after = text[: piece.start], text[piece.start : piece.stop], text[piece.stop :]
-    if not any(a.isalpha() and b.isalpha() for a, b in ((before[-1:], token[:1]), (token[-1:], after[:1]))):
+    ends = ((before[-1:], token[:1]), (token[-1:], after[:1]))
+    if not any(all(letter.lower() != letter.upper() for letter in pair) for pair in ends):
         return ""
     word_before, word_after = re.match(r"\w*", before[::-1]), re.match(r"\w*", after)
     assert word_before is not None and word_after is not None
