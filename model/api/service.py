@@ -46,7 +46,7 @@ from model.scheduling.job import GenerationResult, ImageEvent, StepEvent
 logger = logging.getLogger("preheat")
 
 HEARTBEAT_SECONDS = 1.0
-MAX_DECODERS = 2  # requests whose images are decoded at once; an image of 32 megapixels takes 300 to 365 MiB
+MAX_DECODERS = 2  # requests whose images are decoded at once; an image of 32 megapixels takes 300 to 410 MiB
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 # Error -> HTTP status, and the name under which it is counted. 499: the client has left.
 STATUS: dict[type[PreheatError], tuple[int, str]] = {

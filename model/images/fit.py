@@ -5,6 +5,8 @@ filter. `pad` is its "fill" with a plain margin. Masks are resized in the same w
 afterwards.
 """
 
+from math import ceil, floor
+
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
@@ -15,6 +17,7 @@ from model.validation import Resize
 
 Pixels = npt.NDArray[np.uint8]
 Size = tuple[int, int]  # width, height
+_LANCZOS_REACH = 3  # source pixels on each side, of an image that is enlarged; the bicubic filter's is 2
 
 
 def check_fit(image_size: Size, size: Size, resize: Resize, field: str = "image") -> None:
@@ -69,12 +72,15 @@ def _scale_and_cut(image: Image.Image, scaled: Size, corner: Size, size: Size, r
     (left, top), (width, height) = corner, size
     if scaled[0] * scaled[1] <= MAX_INPUT_PIXELS:
         return np.asarray(image.resize(scaled, resampling).crop((left, top, left + width, top + height)))
-    # The whole of a narrow image would become huge, so only the part that remains is computed. The horizontal pass is
-    # the first, as in Pillow for an image that is enlarged; this one is, because it becomes larger than any input.
-    # Pillow keeps a box in float32. So each pass may differ by one level, and the result by two.
+    # The whole of a narrow image would become huge, so only the part that remains is computed, from the rows that the
+    # vertical pass reads. The horizontal pass is the first, as in Pillow for an image that is enlarged; this one is,
+    # because it becomes larger than any input. Pillow keeps a box in float32. So each pass may differ by one level, and
+    # the result by two.
     x, y = image.width / scaled[0], image.height / scaled[1]
-    columns = image.resize((width, image.height), resampling, (left * x, 0, (left + width) * x, image.height))
-    return np.asarray(columns.resize(size, resampling, (0, top * y, width, (top + height) * y)))
+    reach = ceil(_LANCZOS_REACH * max(1.0, y)) + 1
+    first, last = max(0, floor(top * y) - reach), min(image.height, ceil((top + height) * y) + reach)
+    columns = image.resize((width, last - first), resampling, (left * x, first, (left + width) * x, last))
+    return np.asarray(columns.resize(size, resampling, (0, top * y - first, width, (top + height) * y - first)))
 
 
 def _pad(image: Image.Image, width: int, height: int) -> Pixels:
