@@ -13,8 +13,12 @@ from model.validation import PromptSyntax, format_value
 
 _MAX_NAMED = 3  # of one kind in a text
 _NUMBER = r"\s*[+-]?(?:\d+(?:\.\d*)?|\.\d+)\s*"
-# The colon and number at the end of a bracket. A ratio or a time, such as 16:9, is text.
-_COLON_NUMBER = rf"(?:(?<!\d):{_NUMBER}|:\s*[+-]?\d*\.\d+\s*)"
+# When one text ends a bracket: a step, or a share of the steps. "[Psalm: 23]" is text.
+_WHEN = r"(?:(?<!\d):[+-]?\d+\s*|:\s*[+-]?(?:0?\.\d+|0\.|1\.0*)\s*)"
+# Weights are seldom above 2, except as decimals after a colon without a space. "(age:5)" and "(f: 2.8)" are text.
+_FACTOR = r"(?:(?<!\d):\s*[+-]?[0-2]\s*|:[+-]?(?:\d?\.\d+|\d\.)\s*|:\s*[+-]?(?:[01]?\.\d+|[01]\.|2\.0*)\s*)"
+_KEYWORD, _CAPITAL = r"(?:AND|BREAK)", "[A-ZÀ-ÖØ-Þ'’]"
+_OTHER_WORD, _GAP = rf"(?!{_KEYWORD}\b){_CAPITAL}{{2,}}", rf" +(?:{_CAPITAL} +)?"
 _WEIGHT = ("a weight", "Set `prompt_syntax` to weighted to give a part of the prompt a weight.")
 _SCHEDULE = ("a change of the prompt between steps", "Write one of its texts.")
 
@@ -32,7 +36,8 @@ class _Construct:
     syntaxes: tuple[PromptSyntax, ...] = ("plain", "weighted")
 
 
-# In this order: what a row has found is hidden from later ones.
+# In this order: what a row has found is hidden from later ones. No pattern reads a text again from each of its places:
+# the longest of 1,700 prompts of 4,000 brackets, colons, digits and spaces took 17 ms.
 _CONSTRUCTS = (
     _Construct(
         r"\\[()\[\]]",
@@ -46,15 +51,22 @@ _CONSTRUCTS = (
     _Construct(
         r"(?i)(?<!\w)embedding:[^\s,()\[\]<>:]+", "an embedding in ComfyUI", "Write the embedding's token alone."
     ),
+    _Construct(  # a keyword beside another word in capitals is text: BLACK AND WHITE, TAKE A BREAK
+        rf"(?<![\w-])(?:{_OTHER_WORD}{_GAP}{_KEYWORD}|{_KEYWORD}{_GAP}{_OTHER_WORD})(?![\w-])",
+        "",
+        "",
+    ),
     _Construct(
         r"(?<![\w-])BREAK(?![\w-])",
         "the end of a chunk",
         "Remove it. With `prompt_syntax` weighted, a long prompt has chunks of 75 tokens.",
     ),
     _Construct(r"(?<![\w-])AND(?![\w-])", "a sum of prompts", "Write one prompt, with the word in lower case."),
-    _Construct(rf"\[[^\[\]]*{_COLON_NUMBER}\]|{_COLON_NUMBER}\]", *_SCHEDULE),
-    _Construct(r"\[[^\[\]|]*\|[^\[\]]*\]?|\|[^\[\]|]*\]", *_SCHEDULE),
-    _Construct(rf"\([^()]*{_COLON_NUMBER}\)", *_WEIGHT, syntaxes=("plain",)),
+    _Construct(r"[(\[]\s*\d[\d.\s]*:[\d.:\s]*[)\]]", "", ""),  # a ratio or a time
+    _Construct(r"\[[^\[\]:|]*:\s+\d+\s*\]", "", ""),  # a label and a number
+    _Construct(rf"\[[^\[\]]*(?::[^\[\]:]*:{_NUMBER}|{_WHEN})\]|{_WHEN}\]", *_SCHEDULE),
+    _Construct(r"\[[^\[\]|]*\|[^\[\]]*(?:\[[^\[\]]*\][^\[\]]*)*\]|\|[^\[\]|]*\]", *_SCHEDULE),
+    _Construct(rf"\([^()]*{_FACTOR}\)", *_WEIGHT, syntaxes=("plain",)),
     _Construct(r"\({2,}[^()]*\)*", *_WEIGHT, syntaxes=("plain",)),
     _Construct(r"\[[^\[\]]+\]", *_WEIGHT, syntaxes=("plain",)),
 )
