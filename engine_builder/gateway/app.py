@@ -38,6 +38,7 @@ from model.errors import Overloaded, PreheatError
 
 PAGE = Path(__file__).with_name("page")
 MAX_IMAGE_FILES = 16  # of one request; OpenAI's limit
+MAX_DECODERS = 2  # forms whose images are read at once; a transparent image of 32 megapixels takes 280 MiB
 _LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 _REQUEST_ID_KEY = "preheat.request_id"  # of an ASGI scope
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
@@ -64,6 +65,7 @@ class Gateway:
         self._backends = backends
         self._keys = keys
         self._history = history
+        self._decoders = asyncio.Semaphore(MAX_DECODERS)
 
     def build(self) -> Starlette:
         """Return the ASGI application."""
@@ -118,8 +120,10 @@ class Gateway:
         if not http.headers.get("Content-Type", "").startswith("multipart/form-data"):
             raise refused(None, "Send the image as multipart/form-data.", "invalid_content_type")
         fields, files = await _form(http)
-        # Decoding an image would block the event loop.
-        return await self._answer(http, key, await asyncio.to_thread(parse, openai_requests.parse_form(fields), files))
+        values = openai_requests.parse_form(fields)
+        async with self._decoders:  # the event loop must not wait for an image to be decoded
+            call = await asyncio.to_thread(parse, values, files)
+        return await self._answer(http, key, call)
 
     async def _answer(self, http: Request, key: ApiKey, call: ImageCall) -> Response:
         description = await self._backends.description_of(call.model)

@@ -444,6 +444,30 @@ def answering(release: str, described: Callable[[], object] = lambda: None) -> S
     return ScriptedServer(answer)
 
 
+def test_decodes_two_files_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard, third, active, decoded = threading.Lock(), threading.Event(), [0], openai_requests.to_8_bits
+
+    def decode(*args: Any) -> Image.Image:
+        with guard:
+            active[0] += 1
+            if active[0] > 2:
+                third.set()
+        third.wait(0.3)  # so that others may begin
+        with guard:
+            active[0] -= 1
+        return decoded(*args)
+
+    monkeypatch.setattr(openai_requests, "to_8_bits", decode)
+    with answering("toy/1") as backend, running_gateway([backend.url]) as url, ThreadPoolExecutor() as clients:
+
+        def send(_: int) -> int:
+            parts: Any = {"image": ("a.png", png(hole=True), "image/png"), "prompt": (None, PROMPT)}
+            return httpx.post(f"{url}/v1/images/edits", files=parts, trust_env=False, timeout=60).status_code
+
+        assert list(clients.map(send, range(5))) == [200] * 5
+    assert not third.is_set()
+
+
 def served_release(url: str, **values: str) -> str:
     """Generate an image. Return the release that made it."""
     body = {"prompt": PROMPT} | values
