@@ -204,6 +204,19 @@ def test_fits_any_vae_with_few_numbers(channels: int, normalized: bool) -> None:
     assert len(fitted.layers[0].weight[0]) == 9 * channels and len(fitted.layers[0].weight) == 32
 
 
+def test_error_leaves_out_generated_images_that_are_broken() -> None:
+    facts, networks = wide(4)
+    latents = torch.rand((3, 4, 8, 8), generator=torch.Generator().manual_seed(0))
+    broken = latents.clone()
+    broken[1, 0, 0, 0], broken[2, 3, 1, 4] = float("nan"), float("inf")
+    errors = []
+    for inputs in (latents[:1], broken):
+        fitted = with_preview_map(facts, networks, {"vae_decoder": [{"latents": inputs}]}).preview
+        assert fitted is not None
+        errors.append(fitted.error)
+    assert errors[0] == errors[1] > 0
+
+
 @pytest.mark.parametrize(("channels", "value"), [(33, 0.0), (4, float("nan")), (4, float("inf"))])
 def test_has_no_map_for_a_vae_without_colours(channels: int, value: float) -> None:
     """Too many channels, or pictures that overflow. A server fits its linear map then."""

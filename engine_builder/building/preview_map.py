@@ -52,7 +52,9 @@ def with_preview_map(
         generator = torch.Generator().manual_seed(0)
         examples = _decode_all(model, _with_blends(_encode_pictures(model, _PICTURES, generator), generator))
         others = _decode_all(model, _encode_pictures(model, _OTHERS, generator))
-        generated = [_decode(model, _scaled(model, inputs["latents"].float())) for inputs in real_inputs[VAE_DECODER]]
+        generated = [
+            _decode_all(model, _scaled(model, inputs["latents"].float())) for inputs in real_inputs[VAE_DECODER]
+        ]
     if not len(examples[0]) or not len(others[0]):
         return facts
     layers = _fit(*examples)
