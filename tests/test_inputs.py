@@ -112,6 +112,7 @@ SET_SIZE = {"PNG": with_png_size, "JPEG": with_jpeg_size, "WEBP": with_webp_size
         "data:image/{};base64;charset=utf-8,",
         "data:Image/JPG;name=a.jpg;Charset=UTF-8;Base64,",
         " data: image/{} ; charset=utf-8 ; base64 , ",
+        f"data:image/png;name={'a' * 229};base64,",
     ],
 )
 def test_decodes_what_pillow_decodes(format: str, prefix: str) -> None:
@@ -362,6 +363,8 @@ def test_accepts_fill_bytes_before_a_jpeg_marker() -> None:
         ("data:image/png,abc", 'got "data:image/png" without ";base64,"'),
         ("data:image/png;charset=utf-8,abc", 'got "data:image/png;charset=utf-8" without ";base64,"'),
         ("data:image/png;base64", 'got "data:image/png;base64" without ";base64,"'),
+        (f"data:image/png;name={'a' * 240};base64,AAAA", "without a comma in its first 256 characters. Leave out"),
+        (f"data:image/png;base64;name={'a' * 240},AAAA", "without a comma in its first 256 characters. Leave out"),
         ("R0lGODlhAQABAAAAACw=", "is not PNG, JPEG or WebP"),
         (text(b"x"), "is not PNG, JPEG or WebP"),
     ],

@@ -32,7 +32,7 @@ MAX_INPUT_PIXELS = 32_000_000
 MAX_INPUT_SIDE = 16_384  # pixels
 _ACCEPTED = "base64 or a data: URL of a PNG, JPEG or WebP file"
 _MEDIA_TYPES = ("image/png", "image/jpeg", "image/jpg", "image/pjpeg", "image/webp")
-_MAX_PREFIX_CHARACTERS = 256  # of the text before the base64 of a data: URL
+_MAX_PREFIX_CHARACTERS = 256  # of the text before the comma of a data: URL
 # EXIF orientation -> the operation that turns the stored pixels upright, as in PIL.ImageOps.exif_transpose.
 _TRANSPOSITIONS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -126,7 +126,7 @@ def turn_upright(pixels: Image.Image, container: Container) -> Image.Image:
 
 def _decode_base64(data: str, field: str) -> bytes:
     """Return the file that base64 or a `data:` URL holds."""
-    data = data[_prefix_length(data[:_MAX_PREFIX_CHARACTERS], field) :]
+    data = data[_prefix_length(data[: _MAX_PREFIX_CHARACTERS + 1], field) :]
     if not data:
         raise RequestRefused(field, f"got an empty text. Expected {_ACCEPTED}.")
     size = len(data) * 3 // 4 - data[-2:].count("=")
@@ -160,6 +160,12 @@ def _prefix_length(start: str, field: str) -> int:
     if media_type not in _MEDIA_TYPES:
         raise RequestRefused(
             field, f"got {shown}, of the media type {format_value(media_type)}. Expected {', '.join(_MEDIA_TYPES)}."
+        )
+    if not comma and len(start) > _MAX_PREFIX_CHARACTERS:
+        raise RequestRefused(
+            field,
+            f"got {shown}, without a comma in its first {_MAX_PREFIX_CHARACTERS} characters. Leave out the parameters "
+            "other than base64.",
         )
     if not comma or "base64" not in parameters:
         raise RequestRefused(field, f'got {shown} without ";base64,". Expected {_ACCEPTED}.')
