@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan
@@ -154,6 +155,29 @@ def test_prepares_images_like_clips_processor(height: int, width: int) -> None:
     difference = clip_input(torch.from_numpy(image)[None], side=224) - toy_safety_checker.clip_pixels([image])
     levels = difference.abs() * 255 * torch.tensor(DEVIATION)[:, None, None]
     assert levels.max() < 0.001  # float32 rounding of the normalization
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the bytes of the largest tensor that an operation returns."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.bytes = max(self.bytes, result.nbytes)
+        return result
+
+
+@pytest.mark.parametrize(("height", "width"), [(2304, 2304), (3072, 1536), (1536, 3072)])
+def test_prepares_large_images_in_parts(height: int, width: int) -> None:
+    """The image alone would take 108 to 121 MiB in float64."""
+    image = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
+    with LargestTensor() as largest:
+        prepared = clip_input(torch.from_numpy(image)[None], side=224)
+    assert 0 < largest.bytes <= 2**25
+    levels = (prepared - toy_safety_checker.clip_pixels([image])).abs() * 255
+    assert levels.max() < 0.01
 
 
 def test_scores_are_those_of_diffusers(checked_store: WritableStore, checker: Any, plain: list[Pixels]) -> None:

@@ -10,6 +10,7 @@ from model.cuda.streams import to_device
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 DEVIATION = (0.26862954, 0.26130258, 0.27577711)
 _UNIT = 2**22  # Pillow's weights are multiples of 1 / _UNIT
+_PART = 2**22  # levels that are scaled at once: 32 MiB in float64
 
 
 def clip_input(levels: torch.Tensor, side: int) -> torch.Tensor:
@@ -24,12 +25,12 @@ def clip_input(levels: torch.Tensor, side: int) -> torch.Tensor:
     scaled_height, scaled_width = side * height // shorter, side * width // shorter
     rows = _weights(height, scaled_height, side, levels.device)
     columns = _weights(width, scaled_width, side, levels.device)
-    pixels = levels.permute(0, 3, 1, 2).double()
+    pixels = levels.permute(0, 3, 1, 2)
     # Pillow's order of the two passes, each of which is rounded to levels
     if height - scaled_height > max(0, 2 * (width - scaled_width)):
-        pixels = _to_levels(_to_levels(rows @ pixels) @ columns.T)
+        pixels = _scale_lines(_scale_lines(pixels.mT, rows).mT, columns)
     else:
-        pixels = _to_levels(rows @ _to_levels(pixels @ columns.T))
+        pixels = _scale_lines(_scale_lines(pixels, columns).mT, rows).mT
     return normalize(pixels.float())
 
 
@@ -39,8 +40,15 @@ def normalize(levels: torch.Tensor) -> torch.Tensor:
     return (levels / 255 - mean) / deviation
 
 
-def _to_levels(sums: torch.Tensor) -> torch.Tensor:
-    return sums.div_(_UNIT).add_(0.5).floor_().clamp_(0, 255)
+def _scale_lines(levels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return uint8 [images, 3, lines, side] from [images, 3, lines, size] and weights, float64 [side, size].
+
+    Parts of the lines are scaled one after the other, so that little memory is needed in float64.
+    """
+    images, channels, _, size = levels.shape
+    parts = torch.split(levels, max(1, _PART // (images * channels * size)), dim=2)
+    sums = (part.double() @ weights.T for part in parts)
+    return torch.cat([one.div_(_UNIT).add_(0.5).floor_().clamp_(0, 255).byte() for one in sums], dim=2)
 
 
 @lru_cache(maxsize=16)
