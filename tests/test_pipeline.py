@@ -68,7 +68,7 @@ def test_text_and_times_are_encoded_once_a_request(model: LoadedModel) -> None:
     generate(model, [replace(PLAIN, negative_prompt="four", num_inference_steps=7, num_images=3)])
     assert len(stub(model, spec.UNET).seen) == 7
     [text] = stub(model, spec.UNET_TEXT).seen
-    assert text["encoder_hidden_states"][:, 0, 0].tolist() == [3.0, 4.0]
+    assert text["encoder_hidden_states"][:, 1, 0].tolist() == [3.0, 4.0]  # after the begin token
     times = stub(model, spec.UNET_TIME).seen
     assert [inputs["text_embeds"][:, 0].tolist() for inputs in times] == [[3.0] * 7, [4.0] * 7]
     assert times[0]["timestep"].tolist() == times[1]["timestep"].tolist() == [853, 711, 569, 427, 285, 143, 1]
@@ -94,7 +94,7 @@ def test_each_batch_entry_has_its_own_text_size_and_timestep(model: LoadedModel)
     ]
     generate(model, batch)
     first = stub(model, spec.UNET).seen[0]
-    assert first["keys_values"][:, 0, 0].tolist() == [4.0, 3.0, 6.0]
+    assert first["keys_values"][:, 1, 0].tolist() == [4.0, 3.0, 6.0]
     # In this model, a timestep and the sizes are their own embeddings.
     assert first["time_embeds"].tolist() == [[at, 64, 96, 0, 0, 64, 96] for at in (751.0, 751.0, 501.0)]
     assert torch.equal(first["sample"][0], first["sample"][1])
@@ -105,7 +105,7 @@ def test_missing_negative_prompt_is_zeros_and_an_empty_one_text(
     negative: str | None, value: float, model: LoadedModel
 ) -> None:
     generate(model, [replace(PLAIN, negative_prompt=negative)])
-    assert stub(model, spec.UNET).seen[0]["keys_values"][0, 0, 0] == value
+    assert stub(model, spec.UNET).seen[0]["keys_values"][0, 1, 0] == value
     texts = len(stub(model, spec.TEXT_ENCODER).seen[0]["input_ids"])
     assert texts == (1 if negative is None else 2)
 
@@ -217,8 +217,8 @@ def test_every_stage_is_timed(model: LoadedModel) -> None:
 def test_warns_of_a_truncated_prompt(model: LoadedModel) -> None:
     _, _, warnings = generate(model, [replace(PLAIN, prompt="a b c d e and more", negative_prompt="a b c d e too")])
     assert warnings == [
-        "prompt: the text encoders read 5 tokens; the last 2 were left out: 'and more'",
-        "negative_prompt: the text encoders read 5 tokens; the last 1 were left out: 'too'",
+        "prompt: the text encoders read 5 tokens; the last 4 were left out: 'd e and more'",
+        "negative_prompt: the text encoders read 5 tokens; the last 3 were left out: 'd e too'",
     ]
 
 

@@ -292,7 +292,7 @@ def replace_folder(name: str, source: Path, folder: Path) -> None:
 
 Mix = Callable[[Path, dict[str, Path]], object]
 MIXED: dict[str, tuple[Mix, str]] = {
-    "SDXL's UNet": (lambda f, _: replace_folder("unet", MODEL_FOLDER, f), "its addition_embed_type is 'text_time'"),
+    "SDXL's UNet": (lambda f, _: replace_folder("unet", MODEL_FOLDER, f), "addition_embed_type is 'text_time'"),
     "2.1's UNet": (lambda f, other: replace_folder("unet", other["2.1"], f), "reads texts of width 48"),
     "2.1's text encoder": (
         lambda f, other: replace_folder("text_encoder", other["2.1"], f), "encoders together return 48",
@@ -315,7 +315,7 @@ MIXED: dict[str, tuple[Mix, str]] = {
     "no text encoder": (lambda f, _: shutil.rmtree(f / "text_encoder"), "has no text_encoder/config.json"),
     "index of SDXL": (
         lambda f, _: edit_json(f / "model_index.json", _class_name="StableDiffusionXLPipeline"),
-        "has no text_encoder_2",
+        "text_encoder_2 is None",
     ),
     "index of SD 3": (
         lambda f, _: edit_json(f / "model_index.json", _class_name="StableDiffusion3Pipeline"),

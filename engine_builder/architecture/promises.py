@@ -193,6 +193,11 @@ CHECKS: Tests = {
         "tests/test_pipeline_parity.py::test_requests_of_a_batch_do_not_affect_each_other",
         "tests/test_image_parity.py::test_inpainting_is_that_of_diffusers",
     ),
+    "Every model": (
+        "tests/builder/test_compare_with_diffusers.py::test_compares_all_networks_of_a_plan",
+        "tests/builder/test_compare_with_diffusers.py::test_finds_an_entry_that_no_wrapper_reads",
+        "tests/builder/test_compare_with_diffusers.py::test_finds_a_difference_of_the_pipeline",
+    ),
     "Every engine": (
         "tests/builder/test_build.py::test_does_not_store_an_engine_that_fails_its_check",
         "tests/builder/test_networks.py::test_validation_runs_pytorchs_own_operations",

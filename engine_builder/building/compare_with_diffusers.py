@@ -157,11 +157,14 @@ def _run(name: str, compare: Callable[[], Result]) -> Result:
 
 
 def _relative_error(ours: Tensor, library: Tensor) -> float:
-    """Return the norm of the difference over that of the library's output. Infinity for other shapes."""
-    if ours.shape != library.shape:
+    """Return the norm of the difference over the norm of the library's output. Infinity for other shapes.
+
+    NaN and infinity at the same places are equal: a broken model is refused when it generates an image.
+    """
+    if ours.shape != library.shape or not torch.equal(ours.isfinite(), library.isfinite()):
         return float("inf")
-    norm = float(library.double().norm())
-    return float((ours.double() - library.double()).norm()) / (norm or 1.0)
+    ours, library = (tensor[library.isfinite()].double() for tensor in (ours, library))
+    return float((ours - library).norm()) / (float(library.norm()) or 1.0)
 
 
 def _libraries() -> str:

@@ -29,7 +29,7 @@ class EdmSchedule:
         check_fields(self)
         for name, (minimum, maximum) in _RANGES.items():
             if not minimum <= getattr(self, name) <= maximum:
-                raise InvalidSchedule(name, f"is {getattr(self, name)}, not {minimum} to {maximum}.")
+                raise InvalidSchedule(name, f"is {getattr(self, name)!r:.80}, not {minimum} to {maximum}.")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values, for a release's manifest."""

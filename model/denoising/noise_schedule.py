@@ -83,7 +83,7 @@ class NoiseSchedule:
         for name, (minimum, maximum) in ranges.items():
             value = getattr(self, name)
             if not minimum <= value <= maximum:
-                raise InvalidSchedule(name, f"is {value}, not {minimum} to {maximum}.")
+                raise InvalidSchedule(name, f"is {value!r:.80}, not {minimum} to {maximum}.")
         if self.beta_start > self.beta_end:
             raise InvalidSchedule("beta_start", f"is {self.beta_start}, more than beta_end, {self.beta_end}.")
 

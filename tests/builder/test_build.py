@@ -58,7 +58,7 @@ from tests.builder.helpers import (
     install_metadata,
     perturb,
 )
-from tests.conftest import REPOSITORY
+from tests.conftest import MODEL_FOLDER, REPOSITORY
 from tests.support.reference import Reference
 
 VAE = ("vae_encoder", "vae_decoder")
@@ -465,8 +465,7 @@ def test_prints_the_sizes_of_the_build(
 
 def test_no_refiner_leaves_the_models_own_out(toy_folder: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(toy_folder, tmp_path / "model"))
-    (model / "refiner").mkdir()
-    (model / "refiner" / "model_index.json").write_text("{}")
+    shutil.copytree(MODEL_FOLDER / "refiner", model / "refiner")
     assert parse_plan(str(model)).refiner is not None
     assert parse_plan(str(model), with_refiner=False).refiner is None
     both = CliRunner().invoke(app, ["build", str(model), "--refiner", str(model / "refiner"), "--no-refiner"])

@@ -110,11 +110,11 @@ WRONG: dict[str, tuple[Edit, str]] = {
     "text width": (edit(cross_attention_dim=768), "cross_attention_dim is 768, and that of the UNet of .* is 224"),
     "channels": (edit(block_out_channels=[320, 640, 1280]), r"block_out_channels is \[320, 640, 1280\], and that of"),
     "layers": (edit(layers_per_block=2), "layers_per_block is 2, and that of the UNet"),
-    "control channels": (edit(conditioning_channels=1), "conditioning_channels is 1, and only 3 is supported"),
+    "control channels": (edit(conditioning_channels=1), "conditioning_channels is 1, expected 3"),
     "latents": (edit(in_channels=9), "in_channels is 9, and that of the VAE's latents is 4"),
     "embedding": (edit(conditioning_embedding_out_channels=[8, 16]), "divides a control image's sides by 2"),
-    "pooled": (edit(global_pool_conditions=True), "global_pool_conditions is True, and only False"),
-    "order": (edit(controlnet_conditioning_channel_order="brg"), "channel_order is 'brg', and only 'rgb' or 'bgr'"),
+    "pooled": (edit(global_pool_conditions=True), "global_pool_conditions is True, expected False"),
+    "order": (edit(controlnet_conditioning_channel_order="brg"), "channel_order is 'brg', expected 'rgb' or 'bgr'"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
     "no weights": (
         lambda folder: (folder / "diffusion_pytorch_model.safetensors").unlink(), "has no .safetensors file"

@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from engine_builder.stores.local import WritableLocalStore
+from model.denoising.noise_schedule import InvalidSchedule
 from model.errors import CorruptBlob, EngineError, ManifestError, MissingComponent, NoEngineForTarget
 from model.loading.target import Target
 from model.settings import ServedBucket
@@ -83,24 +84,32 @@ def test_missing_part(store: WritableLocalStore, entries: Entries, change: Chang
     assert message in refused and REBUILD in refused
 
 
-INVALID: dict[str, tuple[Change, str]] = {
-    "refiner by default": (lambda e: e["defaults"].update(use_refiner=True), "`preheat build --refiner`"),
-    "too many steps": (lambda e: e["defaults"].update(num_inference_steps=1000), "num_inference_steps"),
-    "unknown sampler": (lambda e: e["defaults"].update(scheduler="UniPC"), "scheduler"),
-    "unknown default": (lambda e: e["defaults"].update(colour="red"), "colour"),
-    "prediction type": (lambda e: e["schedulers"]["base"].update(prediction_type="sample"), "prediction_type"),
-    "text as number": (lambda e: e["schedulers"]["base"].update(beta_start="0.1"), "beta_start"),
-    "missing value": (lambda e: e["schedulers"]["base"].pop("beta_end"), "beta_end"),
-    "huge value": (lambda e: e["schedulers"]["base"].update(steps_offset=10**400), "steps_offset"),
+INVALID: dict[str, tuple[Change, str, type[ManifestError]]] = {
+    "refiner by default": (
+        lambda e: e["defaults"].update(use_refiner=True),
+        "`preheat build --refiner`",
+        ManifestError,
+    ),
+    "too many steps": (lambda e: e["defaults"].update(num_inference_steps=1000), "num_inference_steps", ManifestError),
+    "unknown sampler": (lambda e: e["defaults"].update(scheduler="UniPC"), "scheduler", ManifestError),
+    "unknown default": (lambda e: e["defaults"].update(colour="red"), "colour", ManifestError),
+    "prediction type": (
+        lambda e: e["schedulers"]["base"].update(prediction_type="sample"),
+        "prediction_type",
+        InvalidSchedule,
+    ),
+    "text as number": (lambda e: e["schedulers"]["base"].update(beta_start="0.1"), "beta_start", InvalidSchedule),
+    "missing value": (lambda e: e["schedulers"]["base"].pop("beta_end"), "beta_end", ManifestError),
+    "huge value": (lambda e: e["schedulers"]["base"].update(steps_offset=10**400), "steps_offset", InvalidSchedule),
 }
 
 
-@pytest.mark.parametrize("change, message", INVALID.values(), ids=INVALID)
+@pytest.mark.parametrize("change, message, kind", INVALID.values(), ids=INVALID)
 def test_invalid_defaults_and_schedules(
-    store: WritableLocalStore, entries: Entries, change: Change, message: str
+    store: WritableLocalStore, entries: Entries, change: Change, message: str, kind: type[ManifestError]
 ) -> None:
     change_manifest(store, entries, change)
-    assert message in refusal(ManifestError, store)
+    assert message in refusal(kind, store)
 
 
 @pytest.mark.parametrize("component", ["unet", "unet_guided"], ids=["engine", "variant"])

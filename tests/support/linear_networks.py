@@ -70,7 +70,7 @@ class Stub:
         if "input_ids" in inputs:
             ids = inputs["input_ids"].float()
             hidden = ids[:, :, None].expand(-1, -1, TEXT_WIDTH).clone()
-            return {"hidden_states": hidden, "pooled": ids[:, : WIDTHS.pooled_width].clone()}
+            return {"hidden_states": hidden, "pooled": ids[:, 1 : 1 + WIDTHS.pooled_width].clone()}
         if "encoder_hidden_states" in inputs:
             return {"keys_values": inputs["encoder_hidden_states"].repeat(1, 1, 2)}
         if "timestep" in inputs:

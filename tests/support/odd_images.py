@@ -246,7 +246,7 @@ def _bad_text(rng: random.Random) -> Case:
     data = text(write(picture(rng), "PNG"))
     at = rng.randrange(len(data))
     broken = rng.choice([data[:at] + "\n" + data[at:], data[:at] + "-" + data[at + 1 :], data.rstrip("=")[:-1] + "\0",
-                         data + "A", "data:image/webp;base64," + data, "data:image/jpg;base64," + data, " " + data,
+                         data + "A", "data:image/gif;base64," + data, "data:text/plain;base64," + data, " " + data,
                          data[:at] + "é" + data[at:]])  # fmt: skip
     return Case("bad text", {"image": broken}, "refused")
 
