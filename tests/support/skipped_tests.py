@@ -10,9 +10,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Write the names of skipped tests and test files, one a line, which `pytest @FILE` reads."""
+    """Write the names of skipped test functions and test files, one a line, which `pytest @FILE` reads.
+
+    Without their parameters, which may be others once the tools are installed.
+    """
     file: Path | None = config.getoption("--write-skipped")
     if file is not None:
-        names = dict.fromkeys(report.nodeid for report in terminalreporter.stats.get("skipped", []))
+        names = dict.fromkeys(report.nodeid.partition("[")[0] for report in terminalreporter.stats.get("skipped", []))
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("".join(f"{name}\n" for name in names))
