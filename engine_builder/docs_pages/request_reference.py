@@ -239,8 +239,8 @@ These constructs of other programs are read as text, and `warnings` names each o
 
 The last two rows apply to `plain` only, whose encoders read the backslash, too.
 
-What is more likely ordinary text has no warning: `AND` and `BREAK` beside another word in capitals (`BLACK AND WHITE`),
-ratios and times (`(16:9)`, `[10:30]`), a label and a number (`(ISO: 100)`, `[Psalm: 23]`), and whole numbers above 2
+Ordinary text has no warning: `AND` and `BREAK` next to another word in capitals (`BLACK AND WHITE`), ratios and times
+(`(16:9)`, `[10:30]`), a label and a number (`(ISO: 100)`, `[Psalm: 23]`), and whole numbers above 2
 at the end of parentheses (`(age:5)`).
 
 ## Conditioning
