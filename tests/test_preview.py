@@ -14,7 +14,6 @@ from engine_builder.building.eager_model import load_eager_model
 from engine_builder.building.preview_map import mean_error, with_preview_map
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.networks.network import Network
-from engine_builder.stores.store import open_writable_store
 from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.loading.load import Loaded
@@ -95,10 +94,9 @@ def test_warm_up_takes_the_map_of_the_release() -> None:
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Network], LoadedModel]:
+def tiny() -> tuple[dict[str, Network], LoadedModel]:
     """The tiny model in eager PyTorch, and its networks. Its build fits a map with them."""
-    store = open_writable_store(tmp_path_factory.mktemp("preview-store"))
-    return load_eager_model(Checkpoint(TINY), None, FP32, "cpu", store)
+    return load_eager_model(Checkpoint(TINY), None, FP32, "cpu")
 
 
 @torch.inference_mode()

@@ -96,10 +96,9 @@ def toy(store_folder: Path) -> Loaded:
 
 
 @pytest.fixture(scope="module")
-def models(toy: Loaded, folders: dict[str, Path], store_folder: Path) -> dict[str, LoadedModel]:
+def models(toy: Loaded, folders: dict[str, Path]) -> dict[str, LoadedModel]:
     """1.5 with its engines, and 2.1 with the same networks as a build compiles, in eager PyTorch."""
-    store = open_writable_store(store_folder)
-    _, eager = load_eager_model(Checkpoint(folders["2.1"]), None, FP32, "cpu", store)
+    _, eager = load_eager_model(Checkpoint(folders["2.1"]), None, FP32, "cpu")
     return {"1.5": toy.model, "2.1": eager}
 
 
@@ -160,12 +159,12 @@ def test_images_from_an_image_are_those_of_diffusers(
             assert largest_difference(image, reference.generate(one)) <= TOLERANCE, (sampler, one.masks)
 
 
-def test_inpainting_unet_paints_like_diffusers(toy: Loaded, store_folder: Path, tmp_path: Path) -> None:
+def test_inpainting_unet_paints_like_diffusers(toy: Loaded, tmp_path: Path) -> None:
     folder = toy_sd.write(tmp_path / "inpaint", MODEL_FOLDER / "tokenizer", "1.5", channels=9)
     edit_json(folder / "model_index.json", _class_name="StableDiffusionInpaintPipeline")
-    checkpoint, store = Checkpoint(folder), open_writable_store(store_folder)
+    checkpoint = Checkpoint(folder)
     check_model(checkpoint, None)
-    _, model = load_eager_model(checkpoint, None, FP32, "cpu", store)
+    _, model = load_eager_model(checkpoint, None, FP32, "cpu")
     photo = np.random.default_rng(0).integers(0, 256, (128, 128, 3), dtype=np.uint8)
     levels = np.zeros((128, 128), np.uint8)
     levels[24:90, 40:110] = 255

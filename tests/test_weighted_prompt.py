@@ -16,7 +16,6 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokeniz
 
 from engine_builder.building.eager_model import load_eager_model
 from engine_builder.checkpoints.folder import Checkpoint
-from engine_builder.stores.store import open_writable_store
 from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.errors import RequestRefused
@@ -356,10 +355,9 @@ def test_warns_of_constructs_of_other_programs(syntax: str, loaded: Loaded) -> N
 
 
 @pytest.fixture(scope="module")
-def toy(toy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+def toy(toy_folder: Path) -> LoadedModel:
     """The toy in eager PyTorch. An image of one step takes milliseconds."""
-    store = open_writable_store(tmp_path_factory.mktemp("weighted") / "store")
-    return load_eager_model(Checkpoint(toy_folder), None, FP32, "cpu", store)[1]
+    return load_eager_model(Checkpoint(toy_folder), None, FP32, "cpu")[1]
 
 
 def random_prompt(choose: random.Random) -> str:

@@ -111,7 +111,9 @@ def read_factors(file: AdapterFile, layers: Mapping[str, Layer]) -> dict[str, Fa
         stem, role = split
         name = names.find(stem)
         if name is None:
-            raise BadAdapter(f"{file.path}: the key format of {key[:120]!r} is unknown. Read are those of {FORMATS}.")
+            raise BadAdapter(
+                f"{file.path}: the key format of {key[:120]!r} is unknown. These formats are read: {FORMATS}."
+            )
         if name.layer is None:
             raise BadAdapter(
                 f"{file.path}: this model has no layer for {key[:120]!r}. The adapter is for another model."

@@ -116,7 +116,7 @@ def build(
     if plan.runs_here:
         report("pipeline", "generating an image in eager PyTorch", len(plan.components), steps)
         sizes = {(size.height, size.width) for size in plan.sizes}
-        real_inputs = record_real_inputs(networks, facts, tokenizers, schedulers, store, plan.network_device, sizes)
+        real_inputs = record_real_inputs(networks, plan.base, plan.refiner, plan.network_device, sizes)
         report(VAE_DECODER, "fitting the map for previews", len(plan.components), steps)
         facts = with_preview_map(facts, networks, real_inputs)
 

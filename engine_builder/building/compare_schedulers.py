@@ -21,14 +21,14 @@ _SEED = 7
 
 
 def compare_sampler(config: Mapping[str, Any], schedule: AnyNoiseSchedule, sampler: str) -> float:
-    """Return the largest difference between this project's denoising and that of diffusers, relative to the values.
+    """Return the largest difference between this project's denoising and diffusers', relative to the values.
 
     Both denoise latents of random numbers with the same random prediction for each run of the UNet, in float32, over 5
     and over 20 steps. The result is the largest difference of the timesteps, of the UNet's inputs and of the latents
     after each step, each divided by the largest value of that step in diffusers: rounding gives some 1e-6.
 
     `config`: `SchedulerConfig.config`, which includes what diffusers' pipelines change. `schedule` and `sampler`: what
-    the release has. The scheduler's class is that of `sampler`. Raises RequestRefused for a sampler that does not serve
+    the release has. `sampler` decides the scheduler's class. Raises RequestRefused for a sampler that does not serve
     the formulation.
     """
     with warnings.catch_warnings():

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from engine_builder.building.build_plan import BuildPlan
 from engine_builder.building.compare_schedulers import MAX_DIFFERENCE, compare_sampler
-from engine_builder.building.diffusers_networks import Counterparts, comparisons
-from engine_builder.building.diffusers_pipeline import (
-    different_tokens,
-    largest_difference,
-    read_tokenizers,
-)
+from engine_builder.building.counterparts import Counterparts
+from engine_builder.building.diffusers_networks import comparisons
+from engine_builder.building.diffusers_pipeline import different_tokens, largest_difference
+from engine_builder.building.validate import relative_error
+from engine_builder.checkpoints.release_settings import read_tokenizers
 from engine_builder.checkpoints.scheduler_config import read_scheduler
 from engine_builder.networks.float_arithmetic import float_arithmetic
 from engine_builder.networks.kernel_form import plain_operations
@@ -29,7 +28,6 @@ from engine_builder.networks.network import digest_json, library_versions
 from engine_builder.networks.quiet import quiet_libraries
 from engine_builder.stores.store import WritableStore
 from model.errors import PreheatError
-from model.pipeline.spec import tokenizers_of
 from model.store.precision import StorageDtype
 
 # Part of every draft. Raise it when a comparison is added, so that models are compared again.
@@ -97,27 +95,28 @@ def compare_with_diffusers(plan: BuildPlan, report: Callable[[str], None] = lamb
     Raises DiffersFromDiffusers and CheckpointError.
     """
     started, peak = time.perf_counter(), _peak_bytes()
-    for tokenizer in tokenizers_of(plan.base.family):
-        report(tokenizer)
-        if (text := different_tokens(plan.base.root / tokenizer)) is not None:
+    tokenizers = read_tokenizers(plan.base)
+    for name, tokenizer in tokenizers.items():
+        report(name)
+        if (text := different_tokens(plan.base.root / name, tokenizer)) is not None:
             raise DiffersFromDiffusers(
-                f"{plan.base.root / tokenizer} encodes {text!r:.60} in other tokens than transformers does."
+                f"{plan.base.root / name} encodes {text!r:.60} in other tokens than transformers does."
             )
     report("the sampler")
     read = read_scheduler(plan.base)
     sampler = Difference(read.sampler, compare_sampler(read.config, read.schedule, read.sampler), MAX_DIFFERENCE)
     if not sampler.error <= sampler.limit:
         raise DiffersFromDiffusers(
-            f"The steps of {read.sampler} differ from those of {read.config['_class_name']} by {sampler.error:.1e} "
+            f"The steps of {read.sampler} differ from the steps of {read.config['_class_name']} by {sampler.error:.1e} "
             f"(relative); at most {sampler.limit:.0e} is allowed. Nothing was compiled."
         )
     pair = Counterparts(plan)
     differences = []
     with torch.inference_mode(), plain_operations(), float_arithmetic(), quiet_libraries():
-        for name, compare in comparisons(pair, read_tokenizers(plan.base)):
+        for name, compare in comparisons(pair, tokenizers):
             report(name)
             for component, ours, library in _run(name, compare):
-                error = max(_relative_error(*outputs) for outputs in zip(ours, library, strict=True))
+                error = max(_finite_error(*outputs) for outputs in zip(ours, library, strict=True))
                 limit = pair.limit(component.partition(" ")[0])
                 differences.append(Difference(component, error, limit))
                 if not error <= limit:  # also for NaN
@@ -127,10 +126,10 @@ def compare_with_diffusers(plan: BuildPlan, report: Callable[[str], None] = lamb
                     )
         report("an image")
         limit = IMAGE_LIMITS[pair.storage]
-        level = _run("an image", lambda: largest_difference(pair))
+        level = _run("an image", lambda: largest_difference(pair, tokenizers))
     if level > limit:
         raise DiffersFromDiffusers(
-            f"An image of {plan.base.root} differs from that of {_libraries()} by {level} of 255 levels; at most "
+            f"An image of {plan.base.root} differs from the image of {_libraries()} by {level} of 255 levels; at most "
             f"{limit} are allowed. Nothing was compiled."
         )
     return ComparisonReport(
@@ -156,15 +155,14 @@ def _run(name: str, compare: Callable[[], Result]) -> Result:
         ) from error
 
 
-def _relative_error(ours: Tensor, library: Tensor) -> float:
-    """Return the norm of the difference over the norm of the library's output. Infinity for other shapes.
+def _finite_error(ours: Tensor, library: Tensor) -> float:
+    """Return the relative error of the finite numbers. Infinity for another shape, or other numbers that are finite.
 
     NaN and infinity at the same places are equal: a broken model is refused when it generates an image.
     """
     if ours.shape != library.shape or not torch.equal(ours.isfinite(), library.isfinite()):
         return float("inf")
-    ours, library = (tensor[library.isfinite()].double() for tensor in (ours, library))
-    return float((ours - library).norm()) / (float(library.norm()) or 1.0)
+    return relative_error(*(tensor[library.isfinite()] for tensor in (ours, library)))
 
 
 def _libraries() -> str:

@@ -5,29 +5,24 @@ ignores an entry of a config.json differs by far more than the limit, also where
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from engine_builder.building.build_plan import BuildPlan
-from engine_builder.checkpoints.folder import Checkpoint
+from engine_builder.building.counterparts import Counterparts
 from engine_builder.checkpoints.ip_adapter import open_adapter
 from engine_builder.networks.float_arithmetic import stored_types
 from engine_builder.networks.low_rank import LowRankUnetNetwork
-from engine_builder.networks.network import ModuleReader, Network, load_network
-from engine_builder.networks.wrappers import WRAPPERS
 from model.adapters.merge import Factors
 from model.adapters.packing import pack
 from model.engines import signatures
 from model.pipeline import spec as names
 from model.pipeline.image_prompt import MASKED
-from model.pipeline.spec import ComponentSpec, Part, components_of, find_component, model_parts
+from model.pipeline.spec import Part, find_component
 from model.pipeline.tokenizer import ClipTokenizer
 from model.pipeline.weighted_prompt import plain_chunks
-from model.store.precision import FP32, Precision, StorageDtype
 
 _BATCH = 2
 _LATENT_SIDE = 16
@@ -35,84 +30,6 @@ _TIMESTEPS = (981.0, 12.0)
 _TEXTS = ("a small orange star at the top on a purple background", "a portrait, " * 40)
 _RESIDUAL_DEVIATION = 0.1  # of what a ControlNet adds; large residuals would hide the UNet's own result
 _ADAPTER_SCALE = 0.1  # of what an adapter adds to a linear's outputs, for inputs of deviation 1
-
-# Largest relative error (norm of the difference over norm of the reference), by the type of the stored weights. The
-# wrappers store sums of some convolutions' weights (`subpixel_upsample`), which are rounded to that type.
-LIMITS: dict[StorageDtype, float] = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 1e-2}
-
-
-@dataclass
-class Counterparts:
-    """The networks of a plan without kernels and quantization, and the libraries' own, with shared weights.
-
-    Each is loaded when it is first asked for. Those of an image are kept. Of the others, which are many on a GPU, only
-    the last is.
-    """
-
-    plan: BuildPlan
-    _readers: dict[Path | None, ModuleReader] = field(default_factory=dict)
-    _networks: dict[str, Network] = field(default_factory=dict)
-
-    @property
-    def device(self) -> str:
-        return self.plan.network_device
-
-    @property
-    def of_image(self) -> list[str]:
-        """The components that generate an image without ControlNets, adapters and IP-Adapters."""
-        plan = self.plan
-        return [spec.name for spec in components_of(plan.base.family, model_parts(plan.refiner is not None))]
-
-    def ours(self, component: str) -> Network:
-        """Return a component's wrapper, with inputs and outputs in float32. Raises CheckpointError."""
-        if component not in self._networks:
-            for other in self._networks.keys() - set(self.of_image):
-                del self._networks[other]
-            spec, _ = find_component(component)
-            checkpoint = self.plan.checkpoint_of(component)
-            with stored_types():
-                self._networks[component] = load_network(
-                    checkpoint, component, self._precision(spec), self.device, self._reader(checkpoint, spec),
-                    plain=True, lora_rank=self.plan.lora_rank, text_chunks=None,
-                )  # fmt: skip
-        return self._networks[component]
-
-    def library(self, component: str) -> Any:
-        """Return a new module of the library for a component's network, which the caller may change."""
-        spec, variant = find_component(component)
-        checkpoint, wrapper = self.plan.checkpoint_of(component), WRAPPERS[variant.wrapper if variant else spec.wrapper]
-        class_name = wrapper.class_of(checkpoint.config(spec.checkpoint_folder))
-        dtype = torch.float32 if self._precision(spec).storage == "float32" else getattr(torch, self.storage)
-        reader = self._reader(checkpoint, spec)
-        with stored_types():
-            module = reader.read(wrapper.package, class_name, checkpoint, spec.checkpoint_folder, dtype)
-            return nn.Module.to(module, self.device).eval().requires_grad_(False)
-
-    def run(self, component: str, **inputs: Tensor) -> dict[str, Tensor]:
-        """Run a component's wrapper. Returns its outputs by name."""
-        network = self.ours(component)
-        outputs = network.module(*(inputs[spec.name] for spec in network.signature.inputs))
-        return {spec.name: tensor for spec, tensor in zip(network.signature.outputs, outputs, strict=True)}
-
-    def limit(self, component: str) -> float:
-        """Return the largest relative error of a component."""
-        return LIMITS[self._precision(find_component(component)[0]).storage]
-
-    @property
-    def storage(self) -> StorageDtype:
-        """The type of the stored weights, without quantization."""
-        return self.plan.precision.unquantized.storage
-
-    def _precision(self, spec: ComponentSpec) -> Precision:
-        # A VAE is small, and diffusers would convert one in fp16 (force_upcast).
-        return FP32 if spec.precision_rule == "vae" else replace(FP32, storage=self.storage)
-
-    def _reader(self, checkpoint: Checkpoint, spec: ComponentSpec) -> ModuleReader:
-        of_image = spec.name in self.of_image or spec.checkpoint_folder == "unet"
-        folder = checkpoint.folder(spec.checkpoint_folder) if of_image else None
-        change = self.plan.merge.change if self.plan.merge else None
-        return self._readers.setdefault(folder, ModuleReader(change))
-
 
 Outputs = Iterator[tuple[str, Sequence[Tensor], Sequence[Tensor]]]
 """Each component with its outputs and the library's."""
@@ -290,7 +207,7 @@ def _with_adapters(
             )
             for place in packing.layers
         }
-        for _ in range(1 if guided else _BATCH)  # the halves of guidance are those of one image
+        for _ in range(1 if guided else _BATCH)  # both halves of guidance have one image's adapters
     ]
     packed = [pack(packing, [(factors, 1.0)], torch.float32) for factors in adapters] * (_BATCH // len(adapters))
     vectors = {name: torch.cat([one[name] for one in packed]) for name in packed[0]}
@@ -339,7 +256,7 @@ def _controlnet(pair: Counterparts, name: str) -> Outputs:
     step = _random_step(pair, "base", network.config.in_channels, 2 ** (len(network.config.block_out_channels) - 1))
     step = replace(step, timestep_cond=None)
     side = step.sample.shape[-1] * pair.plan.base.widths().vae_scale
-    # One control image for both entries: a Union network mixes those of a batch, and a request has one.
+    # One control image for both entries: a Union network mixes the images of a batch, and a request has one.
     pixels = torch.rand(1, 3, side, side, generator=torch.Generator().manual_seed(4)).to(pair.device)
     types = signatures.control_types(pair.ours(f"{names.CONTROLNET_TIME}.{name}").signature)
     of_type: dict[str, Tensor] = {}

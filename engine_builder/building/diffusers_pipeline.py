@@ -1,7 +1,7 @@
 """Compare the tokenizers of a model with transformers', and two steps of the whole pipeline with diffusers'."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,19 +11,14 @@ import torch
 from PIL import Image
 
 from engine_builder.building.compare_schedulers import diffusers_scheduler
-from engine_builder.building.diffusers_networks import Counterparts
-from engine_builder.building.eager_model import eager_engines, resolve_for
+from engine_builder.building.counterparts import Counterparts
+from engine_builder.building.eager_model import eager_engines, open_eager_model, resolve_for
 from engine_builder.checkpoints.folder import Checkpoint
-from engine_builder.checkpoints.release_settings import read_model_facts, read_noise_schedules
 from engine_builder.checkpoints.scheduler_config import read_scheduler
-from engine_builder.checkpoints.tokenizers import export_tokenizer
 from model.api.request import GenerationRequest
-from model.engines.engine import EngineSet
 from model.images.encode import Pixels
 from model.pipeline import spec as names
-from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import GenerationParams, Mask
-from model.pipeline.spec import tokenizers_of
 from model.pipeline.text_to_image import generate
 from model.pipeline.tokenizer import ClipTokenizer
 from model.pipeline.weighted_prompt import plain_chunks
@@ -51,20 +46,20 @@ def texts() -> list[str]:
     return [generator.choice((" ", " ", ", ", "")).join(generator.choices(_WORDS, k=length)) for length in lengths]
 
 
-def different_tokens(folder: Path) -> str | None:
-    """Return the first text that a tokenizer encodes unlike transformers'. None: all texts are equal."""
+def different_tokens(folder: Path, ours: ClipTokenizer) -> str | None:
+    """Return the first text that a folder's tokenizer encodes unlike transformers'. None: all texts are equal."""
     from transformers import CLIPTokenizer
 
-    ours = ClipTokenizer(*export_tokenizer(folder))
+    compared = texts()
     library = CLIPTokenizer.from_pretrained(str(folder), local_files_only=True)
-    of_library = library(texts(), padding="max_length", max_length=library.model_max_length, truncation=True).input_ids
-    for text, ids in zip(texts(), of_library, strict=True):
+    of_library = library(compared, padding="max_length", max_length=library.model_max_length, truncation=True).input_ids
+    for text, ids in zip(compared, of_library, strict=True):
         if plain_chunks(ours, text).ids != [list(ids)]:
             return text
     return None
 
 
-def largest_difference(pair: Counterparts) -> int:
+def largest_difference(pair: Counterparts, tokenizers: Mapping[str, ClipTokenizer]) -> int:
     """Return the largest difference of an image's levels from diffusers', of 255, at the smallest size in two steps."""
     plan = pair.plan
     size = max(checkpoint.size_step() for checkpoint in (plan.base, plan.refiner) if checkpoint is not None)
@@ -80,7 +75,8 @@ def largest_difference(pair: Counterparts) -> int:
             "use_refiner": refines,
         }
     )  # fmt: skip
-    model = _our_model(pair)
+    engines = eager_engines({name: pair.ours(name) for name in pair.of_image})
+    model = open_eager_model(engines, plan.base, plan.refiner, tokenizers, pair.device)
     params = resolve_for(model, request)
     if paints:
         photo = np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8)
@@ -90,23 +86,6 @@ def largest_difference(pair: Counterparts) -> int:
     [ours] = generate(model, [params])[0]
     library = _library_image(pair, params)
     return int(np.abs(ours.astype(int) - library.astype(int)).max())
-
-
-def _our_model(pair: Counterparts) -> LoadedModel:
-    plan = pair.plan
-    engines = eager_engines({name: pair.ours(name) for name in pair.of_image})
-    return LoadedModel(
-        engines={name: EngineSet([engine]) for name, engine in engines.items()},
-        tokenizers=read_tokenizers(plan.base),
-        noise_schedules=dict(read_noise_schedules(plan.base, plan.refiner)),
-        settings=read_model_facts(plan.base, plan.refiner),
-        device=torch.device(pair.device),
-    )
-
-
-def read_tokenizers(base: Checkpoint) -> dict[str, ClipTokenizer]:
-    """Return a model's tokenizers by name. Raises MissingComponent."""
-    return {name: ClipTokenizer(*export_tokenizer(base.root / name)) for name in tokenizers_of(base.family)}
 
 
 def _library_image(pair: Counterparts, params: GenerationParams) -> Pixels:

@@ -7,14 +7,12 @@ import torch
 
 from engine_builder.building.eager_engine import EagerEngine
 from engine_builder.checkpoints.folder import Checkpoint
-from engine_builder.checkpoints.release_settings import read_model_facts, read_noise_schedules, write_tokenizers
+from engine_builder.checkpoints.release_settings import read_model_facts, read_noise_schedules, read_tokenizers
 from engine_builder.networks.controlnet import components_of_controlnets
 from engine_builder.networks.ip_adapter import components_of_ip_adapters
 from engine_builder.networks.network import ModuleReader, Network, load_network
-from engine_builder.stores.store import WritableStore
 from model.api.request import GenerationRequest
 from model.api.resolve import resolve
-from model.denoising.edm_schedule import AnyNoiseSchedule
 from model.engines.engine import EngineSet
 from model.images.encode import Pixels
 from model.loading.served import ServedModel, SizeRange, read_defaults
@@ -22,35 +20,29 @@ from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import Control, GenerationParams, ImagePrompt
 from model.pipeline.spec import components_of, find_component, model_parts
 from model.pipeline.text_to_image import generate
-from model.pipeline.tokenizer import open_tokenizer
-from model.store.manifest import ModelFacts, TokenizerRecord
+from model.pipeline.tokenizer import ClipTokenizer
 from model.store.precision import Precision
-from model.store.store import Store
 
 
 def open_eager_model(
     engines: Mapping[str, EagerEngine],
-    facts: ModelFacts,
-    tokenizers: Mapping[str, TokenizerRecord],
-    schedulers: Mapping[str, AnyNoiseSchedule],
-    store: Store,
+    base: Checkpoint,
+    refiner: Checkpoint | None,
+    tokenizers: Mapping[str, ClipTokenizer],
     device: str,
 ) -> LoadedModel:
-    """Return a model of engines in eager PyTorch, by component. The tokenizers are read from the store."""
+    """Return a model of engines in eager PyTorch, by component, with the settings of its checkpoints."""
     return LoadedModel(
         engines={name: EngineSet([engine]) for name, engine in engines.items()},
-        tokenizers={
-            name: open_tokenizer(store.get(record.blob.sha256, record.blob.bytes).read_bytes(), record)
-            for name, record in tokenizers.items()
-        },
-        noise_schedules=dict(schedulers),
-        settings=facts,
+        tokenizers=dict(tokenizers),
+        noise_schedules=dict(read_noise_schedules(base, refiner)),
+        settings=read_model_facts(base, refiner),
         device=torch.device(device),
     )
 
 
 def load_eager_model(
-    base: Checkpoint, refiner: Checkpoint | None, precision: Precision, device: str, store: WritableStore
+    base: Checkpoint, refiner: Checkpoint | None, precision: Precision, device: str
 ) -> tuple[dict[str, Network], LoadedModel]:
     """Return the networks of a checkpoint in their plain form, and a model that runs them. Raises CheckpointError.
 
@@ -63,15 +55,7 @@ def load_eager_model(
         checkpoint = base if find_component(name)[0].part == "base" else refiner
         assert checkpoint is not None
         networks[name] = load_network(checkpoint, name, precision, device, reader, plain=True, text_chunks=None)
-    model = open_eager_model(
-        eager_engines(networks),
-        read_model_facts(base, refiner),
-        write_tokenizers(base, store),
-        read_noise_schedules(base, refiner),
-        store,
-        device,
-    )
-    return networks, model
+    return networks, open_eager_model(eager_engines(networks), base, refiner, read_tokenizers(base), device)
 
 
 def eager_engines(networks: Mapping[str, Network], recording: bool = False) -> dict[str, EagerEngine]:

@@ -38,7 +38,7 @@ def with_preview_map(
 ) -> ModelFacts:
     """Return the facts with a map for previews, or as they are if the VAE is too wide or decodes no picture.
 
-    `real_inputs`: each component's recorded inputs. The map's error is measured on those of the VAE decoder too.
+    `real_inputs`: each component's recorded inputs. The map's error is measured on the VAE decoder's inputs too.
     """
     if facts.latent_channels > MAX_PREVIEW_CHANNELS:
         return facts

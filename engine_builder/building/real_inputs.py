@@ -6,10 +6,11 @@ import numpy as np
 import torch
 
 from engine_builder.building.eager_model import eager_engines, generate_eagerly, open_eager_model
+from engine_builder.checkpoints.folder import Checkpoint
+from engine_builder.checkpoints.release_settings import read_tokenizers
 from engine_builder.networks.network import Network
 from model.api.request import GenerationRequest
 from model.denoising.buffers import SAMPLE
-from model.denoising.edm_schedule import AnyNoiseSchedule
 from model.engines.shapes import bind_shapes
 from model.engines.signatures import control_types
 from model.images.encode import Pixels
@@ -25,8 +26,7 @@ from model.pipeline.spec import (
     find_component,
     ip_adapters_of,
 )
-from model.store.manifest import Bucket, ModelFacts, Signature, TokenizerRecord
-from model.store.store import Store
+from model.store.manifest import Bucket, Signature
 
 _PROMPT = "a large red circle on a blue background"
 _MAX_DEFAULT_SIDE = 512  # pixels; without this limit a CPU build of a full-size SDXL takes an hour
@@ -37,10 +37,8 @@ Inputs = dict[str, torch.Tensor]
 
 def record_real_inputs(
     networks: dict[str, Network],
-    facts: ModelFacts,
-    tokenizers: dict[str, TokenizerRecord],
-    schedulers: dict[str, AnyNoiseSchedule],
-    store: Store,
+    base: Checkpoint,
+    refiner: Checkpoint | None,
     device: str,
     sizes: Collection[tuple[int, int]],
 ) -> dict[str, list[Inputs]]:
@@ -51,7 +49,8 @@ def record_real_inputs(
     """
     variants = {variant.name for spec in COMPONENTS.values() for variant in spec.variants}
     eager = eager_engines({name: net for name, net in networks.items() if name not in variants}, recording=True)
-    model = open_eager_model(eager, facts, tokenizers, schedulers, store, device)
+    model = open_eager_model(eager, base, refiner, read_tokenizers(base), device)
+    facts = model.settings
     native = (min(facts.native_height, _MAX_DEFAULT_SIDE), min(facts.native_width, _MAX_DEFAULT_SIDE))
     for height, width in sorted(sizes or [native]):
         request = GenerationRequest(

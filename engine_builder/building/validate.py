@@ -61,7 +61,7 @@ def validate(network: Network, engine: Engine, real_inputs: Iterable[Mapping[str
             outputs = tuple(engine.run(case).values())
         for index, (reference, output) in enumerate(zip(expected, outputs, strict=True)):
             difference = (output.double() - reference.double()).abs()
-            error = _relative_error(output, reference)
+            error = relative_error(output, reference)
             if not error <= allowed:  # also for NaN
                 rounding = rounding_errors(network, case, index, output, reference)
                 if rounding is None or not rounding.engine_is_as_near:
@@ -112,7 +112,7 @@ def rounding_errors(
         return None
     with torch.inference_mode(), plain_operations(), unrounded_inputs():
         exact = network.module(*(case[spec.name] for spec in network.signature.inputs))[index]
-    return RoundingErrors(_relative_error(output, exact), _relative_error(reference, exact))
+    return RoundingErrors(relative_error(output, exact), relative_error(reference, exact))
 
 
 def _worst_entry(output: torch.Tensor, reference: torch.Tensor) -> int:
@@ -123,8 +123,8 @@ def _worst_entry(output: torch.Tensor, reference: torch.Tensor) -> int:
     return 1 + int((errors / norms).nan_to_num(math.inf).argmax())
 
 
-def _relative_error(output: torch.Tensor, reference: torch.Tensor) -> float:
-    """Return the norm of the difference over that of the reference, unless that is 0."""
+def relative_error(output: torch.Tensor, reference: torch.Tensor) -> float:
+    """Return the norm of the difference over the norm of the reference, or the difference's alone if that is 0."""
     norm = float(reference.double().norm())
     return float((output.double() - reference.double()).norm()) / (norm or 1.0)
 

@@ -12,6 +12,7 @@ from model.denoising.samplers import sampler_schedule
 from model.errors import ManifestError, RequestRefused
 from model.loading.served import read_defaults
 from model.pipeline.spec import tokenizers_of
+from model.pipeline.tokenizer import ClipTokenizer
 from model.store.manifest import Blob, Family, ModelFacts, RefinerFacts, TokenizerRecord
 from model.validation import LARGEST_SIDE, SMALLEST_SIDE
 
@@ -165,6 +166,11 @@ def read_release_defaults(base: Checkpoint, refiner: Checkpoint | None) -> dict[
             "Name one with --refiner, or remove that entry.",
         )
     return defaults
+
+
+def read_tokenizers(base: Checkpoint) -> dict[str, ClipTokenizer]:
+    """Return a model's tokenizers by name. Raises MissingComponent."""
+    return {name: ClipTokenizer(*export_tokenizer(base.root / name)) for name in tokenizers_of(base.family)}
 
 
 def write_tokenizers(base: Checkpoint, store: WritableStore) -> dict[str, TokenizerRecord]:

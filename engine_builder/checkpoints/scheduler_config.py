@@ -172,7 +172,7 @@ class SchedulerConfig:
 def read_scheduler(checkpoint: Checkpoint) -> SchedulerConfig:
     """Read the scheduler_config.json of a checkpoint. Raises CheckpointError.
 
-    Its class is that of model_index.json, as in diffusers, unless a preset has one.
+    model_index.json names its class, as in diffusers, unless a preset has one.
     """
     entries = checkpoint.config("scheduler", "scheduler_config.json")
     stated, of_index = entries.get("_class_name"), checkpoint.index.get("scheduler")

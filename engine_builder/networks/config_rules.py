@@ -254,7 +254,7 @@ RULES: Mapping[str, Rules] = {
 
 
 def rules_of(class_name: str, family: Family) -> Rules:
-    """Return the rules of a network's config.json, without those of its origin."""
+    """Return the rules of a network's config.json, without the rules of its origin."""
     rules = RULES[class_name]
     return rules | _OF_FAMILY[family] if "addition_time_embed_dim" in rules else rules
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Hide the libraries' progress bars, remarks and warnings, also those of deprecated calls within them."""
+    """Hide the libraries' progress bars, remarks and warnings, also of deprecated calls within them."""
     import diffusers.utils.logging as of_diffusers
     import transformers.utils.logging as of_transformers
 

@@ -119,7 +119,7 @@ def calibrate(
     missing = {name: wanted for name, wanted in conditions.items() if name not in stored}
     if not missing:
         return list(stored.values())
-    networks, model = load_eager_model(plan.base, plan.refiner, plan.precision, plan.device, store)
+    networks, model = load_eager_model(plan.base, plan.refiner, plan.precision, plan.device)
     key = hashlib.sha256("".join(wanted.key for wanted in missing.values()).encode()).hexdigest()
     saved = partial / f"{key}.safetensors"
     ranges, done = _read_partial(saved, tuple(missing), plan.device)

@@ -75,7 +75,7 @@ def check_quantization(
     NotComparable or BrokenImage.
     """
     quantization = plan_quantization(base, refiner, policy, store, calibrated, quantized_precision)
-    networks, reference = load_eager_model(base, refiner, precision, device, store)
+    networks, reference = load_eager_model(base, refiner, precision, device)
     quantized = dict(networks)
     layers = {}
     pairs = []

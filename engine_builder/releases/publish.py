@@ -146,7 +146,7 @@ def merge_drafts(drafts: list[Manifest]) -> Manifest:
 
     Of equal engines, weights or architectures, the newest draft's entry is taken. Other entries are the newest draft's,
     without TensorRT's build options. Quantization and fp16 steps are those of the newest draft that is quantized, the
-    map for previews that of the newest draft with one.
+    map for previews is the newest draft's that has one.
     Engines and weights are sorted, so the order of the builds makes no difference. The schema is the oldest that has
     all entries.
     """

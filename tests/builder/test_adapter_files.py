@@ -219,7 +219,10 @@ def test_refuses_folder(names: list[str], message: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "key, message",
     [
-        ("foo.bar.lora_A.weight", f"the key format of 'foo.bar.lora_A.weight' is unknown. Read are those of {FORMATS}"),
+        (
+            "foo.bar.lora_A.weight",
+            f"the key format of 'foo.bar.lora_A.weight' is unknown. These formats are read: {FORMATS}",
+        ),
         ("model.layers.0.self_attn.q_proj.lora_A.weight", "key format of 'model.layers.0.* is unknown"),
         ("text_model.encoder.layers.0.mlp.fc1.lora_A.weight", "key format of 'text_model.* is unknown"),
         ("lycoris_text_model_encoder_layers_0_mlp_fc1.lora_down.weight", "key format of 'lycoris_text.* is unknown"),

@@ -14,11 +14,11 @@ import torch
 import transformers
 
 from engine_builder.building import compare_with_diffusers as comparison
-from engine_builder.building import diffusers_pipeline
+from engine_builder.building import eager_model
 from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan, Size
 from engine_builder.building.compare_with_diffusers import DiffersFromDiffusers, compare_with_diffusers
-from engine_builder.building.diffusers_networks import LIMITS
+from engine_builder.building.counterparts import LIMITS
 from engine_builder.building.diffusers_pipeline import texts
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointConfig, CheckpointError, IpAdapterFiles
 from engine_builder.checkpoints.release_settings import read_model_facts
@@ -209,7 +209,7 @@ def test_finds_a_difference_of_the_pipeline(toy: Path, target: Target, monkeypat
     def encode_empty_prompts(base: Checkpoint, refiner: Checkpoint | None) -> ModelFacts:
         return read_model_facts(base, refiner).model_copy(update={"force_zeros_for_empty_prompt": False})
 
-    monkeypatch.setattr(diffusers_pipeline, "read_model_facts", encode_empty_prompts)
+    monkeypatch.setattr(eager_model, "read_model_facts", encode_empty_prompts)
     with pytest.raises(DiffersFromDiffusers, match="An image of .* differs .* by [0-9]+ of 255 levels; at most 2"):
         compare_with_diffusers(plan_of(Checkpoint(toy), target))
 

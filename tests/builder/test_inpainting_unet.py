@@ -55,10 +55,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+def model(folder: Path) -> LoadedModel:
     """The toy in eager PyTorch."""
-    store = WritableLocalStore(tmp_path_factory.mktemp("inpaint-store"))
-    return load_eager_model(Checkpoint(folder), None, FP32, "cpu", store)[1]
+    return load_eager_model(Checkpoint(folder), None, FP32, "cpu")[1]
 
 
 def box(left: int, top: int, right: int, bottom: int, strength: float) -> Mask:

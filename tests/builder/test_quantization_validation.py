@@ -17,7 +17,7 @@ from torch import nn
 
 from engine_builder.building.eager_model import eager_engines, open_eager_model
 from engine_builder.checkpoints.folder import Checkpoint
-from engine_builder.checkpoints.release_settings import read_model_facts, read_noise_schedules, write_tokenizers
+from engine_builder.checkpoints.release_settings import read_tokenizers
 from engine_builder.networks.network import ModuleReader, Network, load_network
 from engine_builder.quantization.validation import metrics
 from engine_builder.quantization.validation.compare import (
@@ -32,7 +32,7 @@ from engine_builder.quantization.validation.layers import comparing_layers
 from engine_builder.quantization.validation.metrics import NotComparable, perceptual_distance, psnr, sqnr
 from engine_builder.quantization.validation.report import LayerResult, PromptResult, ValidationReport, describe
 from engine_builder.quantization.validation.thresholds import BadThresholds, Thresholds, violations
-from engine_builder.stores.store import WritableStore, open_writable_store
+from engine_builder.stores.store import WritableStore
 from model.cold_start import ColdStart
 from model.errors import BrokenImage
 from model.images.encode import Pixels
@@ -268,12 +268,11 @@ def networks(toy_folder: Path) -> dict[str, Network]:
 
 
 @pytest.fixture(scope="module")
-def make(toy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
+def make(toy_folder: Path) -> Make:
     """Return a function that makes a toy of networks in eager PyTorch."""
-    checkpoint, store = Checkpoint(toy_folder), open_writable_store(tmp_path_factory.mktemp("tokenizers"))
-    facts, schedules = read_model_facts(checkpoint, None), read_noise_schedules(checkpoint, None)
-    tokenizers = write_tokenizers(checkpoint, store)
-    return lambda networks: open_eager_model(eager_engines(networks), facts, tokenizers, schedules, store, "cpu")
+    checkpoint = Checkpoint(toy_folder)
+    tokenizers = read_tokenizers(checkpoint)
+    return lambda networks: open_eager_model(eager_engines(networks), checkpoint, None, tokenizers, "cpu")
 
 
 def perturbed(network: Network, spread: float) -> Network:

@@ -19,7 +19,6 @@ from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.checkpoints.release_settings import read_release_defaults
 from engine_builder.checkpoints.scheduler_config import read_scheduler
 from engine_builder.networks.check import check_model
-from engine_builder.stores.store import open_writable_store
 from model.api.request import GenerationRequest
 from model.errors import PreheatError
 from model.loading.target import Target
@@ -92,7 +91,7 @@ def test_changed_config_is_refused_or_diffusers_image(seed: int, target: Target,
         check_model(base, None)
         defaults = read_release_defaults(base, None)
         compare_with_diffusers(BuildPlan("changed", base, None, target, FP32))
-        _, model = load_eager_model(base, None, FP32, "cpu", open_writable_store(tmp_path / "store"))
+        _, model = load_eager_model(base, None, FP32, "cpu")
     except PreheatError as refusal:
         assert str(refusal).endswith(".") and "\n" not in str(refusal), what
         return
