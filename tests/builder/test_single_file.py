@@ -64,10 +64,10 @@ def test_single_file_checkpoint_is_named_as_such(name: str, kind: str, tmp_path:
         assert (marks in result.exception.remedy) == (name == "vpred")
 
 
-def test_checkpoint_of_another_format_is_named_as_such(tmp_path: Path) -> None:
+def test_pickled_checkpoint_is_refused_unopened(tmp_path: Path) -> None:
     path = tmp_path / "model.ckpt"
     path.write_bytes(b"\x80\x02pickled")
-    with pytest.raises(CheckpointError, match=r"model.ckpt is a single-file checkpoint.*from_single_file"):
+    with pytest.raises(CheckpointError, match=r"model.ckpt may hold a pickle.*not opened.*the \.safetensors file"):
         find_checkpoints(str(path), None)
 
 
