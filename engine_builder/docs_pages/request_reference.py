@@ -305,7 +305,7 @@ same status codes as without a stream. After status 200 these lines follow.
 |---|---|---|
 | `accepted` | `request_id`, `release`, `seed`, `steps`, `ahead` | first; `ahead` counts the images before it |
 | `heartbeat` | `ahead` | after @HEARTBEAT@ without another event |
-| `step` | `step`, `steps`, `preview` | after a denoising step; `preview` (base64 of a small JPEG) only on some |
+| `step` | `step`, `steps`, `index`, `preview` | after a step; on some a `preview` of image `index`, a JPEG in base64 |
 | `image` | `index`, and the fields of one image | an image is finished |
 | `done` | `status`, `time`, `timings`, `warnings`, `engine` | last, if all images are finished |
 | `error` | `status`, `kind`, `error` | last, instead of `done` |
@@ -322,7 +322,7 @@ accurate: the mean error on the tiny model is 17 %.
 
     {"event": "accepted", "request_id": "...", "release": "sdxl/1", "seed": 7, "steps": 30, "ahead": 2}
     {"event": "heartbeat", "ahead": 1}
-    {"event": "step", "step": 5, "steps": 30, "preview": "<base64>"}
+    {"event": "step", "step": 5, "steps": 30, "index": 0, "preview": "<base64>"}
     {"event": "image", "index": 0, "data": "<base64>", "seed": 7, "format": "jpeg", "width": 1024, "height": 1024}
     {"event": "done", "status": "success", "time": 4.2, "timings": {}, "warnings": [], "engine": {}}
 

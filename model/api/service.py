@@ -200,7 +200,7 @@ class Service:
                     yield _line("heartbeat", ahead=job.images_ahead)
                     continue
                 if isinstance(event, StepEvent):
-                    preview = {} if event.preview is None else {"preview": event.preview}
+                    preview = {} if event.preview is None else {"index": event.index, "preview": event.preview}
                     yield _line("step", step=event.step, steps=event.steps, **preview)
                 elif isinstance(event, ImageEvent):
                     yield _line("image", index=event.index, **_image(job.params, event))

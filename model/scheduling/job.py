@@ -29,11 +29,15 @@ class GenerationResult:
 
 @dataclass(frozen=True)
 class StepEvent:
-    """Progress: `step` of `steps` steps are done, of all images of a request. `preview`: base64 of a JPEG."""
+    """Progress: `step` of `steps` steps are done, of all images of a request.
+
+    preview: base64 of a JPEG of the image `index`. Both are None in most events.
+    """
 
     step: int
     steps: int
     preview: str | None = None
+    index: int | None = None
 
 
 @dataclass(frozen=True)

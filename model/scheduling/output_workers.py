@@ -43,9 +43,9 @@ class OutputWorkers:
         assert image.pixels is not None
         self._threads.submit(self._encode, job, image.index, image.pixels)
 
-    def submit_preview(self, job: Job, steps_done: int, preview: Preview) -> None:
-        """Encode a preview, and emit a step event with it."""
-        self._threads.submit(self._send_preview, job, steps_done, preview)
+    def submit_preview(self, job: Job, steps_done: int, preview: Preview, index: int) -> None:
+        """Encode a preview of an image, and emit a step event with it. `index`: of the image in its request."""
+        self._threads.submit(self._send_preview, job, steps_done, preview, index)
 
     def close(self) -> None:
         """Return after all submitted work is done."""
@@ -72,8 +72,8 @@ class OutputWorkers:
         except Exception as error:
             self._on_failure(job, error)
 
-    def _send_preview(self, job: Job, steps_done: int, preview: Preview) -> None:
+    def _send_preview(self, job: Job, steps_done: int, preview: Preview, index: int) -> None:
         try:
-            job.emit(StepEvent(steps_done, job.steps, preview.encode()))
+            job.emit(StepEvent(steps_done, job.steps, preview.encode(), index))
         except Exception as error:
             self._on_failure(job, error)

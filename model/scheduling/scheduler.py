@@ -421,7 +421,7 @@ class Scheduler:
             job.emit(StepEvent(done, job.steps))
             return
         preview = Preview(self.preview_map, self.model.loop(*key).latents(image))
-        self._workers.submit_preview(job, done, preview)
+        self._workers.submit_preview(job, done, preview, image.index)
 
     def _finish_loop(self, job: Job, image: ImageState) -> None:
         """Pass an image whose steps in a loop are done to its next loop, or to the output workers."""

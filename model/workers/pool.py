@@ -11,6 +11,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -220,7 +221,7 @@ class WorkerPool:
         """Call the listener. The steps of images that arrived from another worker count as done."""
         if isinstance(event, StepEvent):
             job.plan(event.steps)
-            event = StepEvent(job.steps - event.steps + event.step, job.steps, event.preview)
+            event = replace(event, step=job.steps - event.steps + event.step, steps=job.steps)
         if job.listener is None or job.result.done():
             return
         try:

@@ -58,6 +58,7 @@ def test_emits_each_step_and_image_with_previews(model: LoadedModel, scheduler: 
     assert {event.steps for event in steps()} == {12}
     previews = [event.preview for event in steps() if event.preview is not None]
     assert previews and all(open_image(data).size == (12, 8) for data in previews)
+    assert {event.index for event in steps() if event.preview is not None} == {0, 1}
     finished = {event.index: event.data for event in events if isinstance(event, ImageEvent)}
     assert [finished[index] for index in range(2)] == result.images
 
