@@ -1,11 +1,6 @@
-"""The playground page in headless Chromium, in front of a real server.
+"""The playground page in headless Chromium, in front of a real server. See `tests.support.playground`."""
 
-Without Chromium the tests are skipped, or fail if PREHEAT_REQUIRE_CHROMIUM is set.
-"""
-
-import os
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,17 +8,17 @@ import httpx
 import numpy as np
 import pytest
 from PIL import Image
-from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
+from playwright.sync_api import Browser, Page, Route, expect
 
 from engine_builder.local_server.server import Server
 from tests.support.gateway import running_gateway
+from tests.support.playground import browser as browser
+from tests.support.playground import fill, opened_page, screenshot
 from tests.support.predictions import http_client
 from tests.support.waiting import eventually
 
 SCRIPT = "<img src=x onerror=window.harmed=1><script>window.harmed=1</script>"
 CANCELLED = "preheat_cancellations_total"
-# A folder for screenshots, to look at them: docs/pictures to renew those of the docs.
-PICTURES = os.environ.get("PREHEAT_SCREENSHOTS", "")
 
 
 @pytest.fixture(scope="module")
@@ -32,48 +27,11 @@ def url(server: Server) -> Iterator[str]:
         yield url
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        reason = "Chromium is not installed: apt-get install chromium"
-        if os.environ.get("PREHEAT_REQUIRE_CHROMIUM"):
-            pytest.fail(reason)
-        pytest.skip(reason)
-    with sync_playwright() as playwright:
-        expect.set_options(timeout=30_000)  # a machine may be busy
-        # Chromium's sandbox does not run as root, as CI does. The page is this repository's own.
-        with playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"]) as browser:
-            yield browser
-
-
 @pytest.fixture
 def page(browser: Browser, url: str) -> Iterator[Page]:
-    """The page, ready. Fails for an error of a script, a violation of the policy and a foreign address."""
-    problems: list[str] = []
-
-    def allow(route: Route) -> None:
-        if not route.request.url.startswith((url, "data:", "blob:")):
-            problems.append(f"fetched {route.request.url}")
-        route.continue_()
-
-    with browser.new_context(viewport={"width": 1280, "height": 860}) as context:
-        page = context.new_page()
-        page.set_default_timeout(30_000)
-        page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on(
-            "console", lambda message: problems.append(message.text) if "Content Security" in message.text else None
-        )
-        page.route("**/*", allow)
-        page.goto(url)
-        expect(page.locator("#served")).to_contain_text("tiny-sdxl")
+    """The page, ready."""
+    with opened_page(browser, url, "tiny-sdxl") as page:
         yield page
-    assert problems == []
-
-
-def fill(page: Page, **values: object) -> None:
-    for name, value in values.items():
-        page.fill(f"#{name}", str(value))
 
 
 def generate(page: Page, **values: object) -> None:
@@ -88,11 +46,6 @@ def newest(page: Page) -> str:
     source = page.locator(".card img").first.get_attribute("src")
     assert source is not None
     return source
-
-
-def screenshot(page: Page, name: str) -> None:
-    if PICTURES:
-        page.screenshot(path=Path(PICTURES) / f"{name}.png")
 
 
 def photo(folder: Path) -> Path:
@@ -122,12 +75,12 @@ def test_page_waits_for_a_server_that_starts(page: Page) -> None:
 def test_previews_arrive_before_the_image(page: Page) -> None:
     fill(page, prompt="a large red circle on a blue background", num_inference_steps=40, seed=7)
     page.click("#generate")
-    expect(page.locator("#preview")).to_be_visible()
+    expect(page.locator(".preview")).to_be_visible()
     assert page.locator(".card").count() == 0
-    expect(page.locator("#preview")).to_have_attribute("data-count", re.compile("^([3-9]|1[0-9])$"))
+    expect(page.locator(".preview")).to_have_attribute("data-count", re.compile("^([3-9]|1[0-9])$"))
     screenshot(page, "playground-running")
     expect(page.locator(".card")).to_have_count(1, timeout=60_000)
-    expect(page.locator("#live")).to_be_hidden()
+    expect(page.locator("#cancel")).to_be_hidden()
 
 
 def test_seed_decides_the_image(page: Page) -> None:
@@ -151,7 +104,7 @@ def test_cancel_stops_the_server(page: Page, server: Server) -> None:
         expect(page.locator("#status")).to_contain_text("Step")
         assert active() > 0
         page.keyboard.press("Escape")
-        expect(page.locator("#generate")).to_be_enabled()
+        expect(page.locator("#cancel")).to_be_hidden()
         eventually(lambda: active() == 0, "the server stops", 5)
     assert page.locator(".card").count() == 0
     expect(page.locator("#error")).to_be_hidden()

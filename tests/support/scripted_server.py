@@ -4,7 +4,7 @@ import datetime
 import ipaddress
 import json
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,10 @@ from tests.support.http_server import HttpServer, QuietHandler
 
 @dataclass
 class Answer:
-    """A status, a body and more headers. The connection is closed after the body."""
+    """A status, a body (whole, or in parts that are sent at once) and more headers. Then the connection is closed."""
 
     status: int
-    body: bytes
+    body: bytes | Iterable[bytes]
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -47,7 +47,8 @@ class ScriptedServer(HttpServer):
                     for name, value in answer.headers.items():
                         self.send_header(name, value)
                     self.end_headers()
-                    self.wfile.write(answer.body)
+                    for part in [answer.body] if isinstance(answer.body, bytes) else answer.body:
+                        self.wfile.write(part)
                 except ConnectionError:
                     pass  # the client has disconnected
 

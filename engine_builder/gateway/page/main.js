@@ -1,183 +1,180 @@
-// The playground: connects the form, the stream of a request, and the gallery.
+// The playground: connects the form, the server, the stream of a request, and the gallery.
 
-import {describe, generate} from "./api.js";
+import {Refusal, generate} from "./api.js";
+import * as files from "./files.js";
 import * as form from "./form.js";
 import * as gallery from "./gallery.js";
-import {Painter} from "./mask.js";
+import * as problems from "./problems.js";
+import {Server} from "./server.js";
 
 const KEY = "preheat.key"; // in the tab's own storage, which ends with it
 const find = (id) => document.getElementById(id);
-const painter = new Painter(find("mask"), find("brush"));
-const RETRY_MILLISECONDS = 3000;
-const MAX_RETRIES = 200; // each may start a replica of a deployed model
-let models = [];
-let retry = null; // the timer of the next attempt to connect
-let attempts = 0; // to connect
-let inputImage = null; // base64 of a file
+const server = new Server(() => find("key").value, offerModels, showServer);
 let running = null; // the AbortController of the request in flight
-let shown = null; // the image of the dialog
+
+// Live regions read a text aloud each time it is set.
+function setText(id, text) {
+  if (find(id).textContent !== text) find(id).textContent = text;
+}
 
 function model() {
-  return models.find((known) => known.release === find("model").value);
+  return server.models.find((known) => known.release === find("model").value);
 }
 
-async function connect() {
-  clearTimeout(retry);
-  const attempt = ++attempts;
-  find("served").textContent = "Connecting";
-  try {
-    const found = await describe(find("key").value);
-    if (attempt !== attempts) return; // another attempt began meanwhile
-    find("key-field").hidden = !found.key_required;
-    models = found.models;
-    if (!models.length && found.key_required && !find("key").value) {
-      find("served").textContent = "Enter an API key";
-      return;
-    }
-    if (!models.length) {
-      const isLast = attempts >= MAX_RETRIES;
-      find("served").textContent = isLast ? "No server can be reached" : "No server has answered yet";
-      if (!isLast) retry = setTimeout(connect, RETRY_MILLISECONDS);
-      return;
-    }
-    form.offerModels(models);
-    choose(form.saved());
-  } catch (error) {
-    find("served").textContent = error.message;
-  }
+function offerModels() {
+  form.offerModels(server.models);
+  form.offer(model(), form.saved());
 }
 
-function choose(settings) {
-  const {release, device, runtime} = model();
-  find("served").textContent = `${release} on ${device}, ${runtime}`;
-  form.offer(model(), settings);
-  if (model().image_sizes === null) removeInput();
-}
-
-function setInput(url) {
-  const image = new Image();
-  image.onload = () => {
-    inputImage = url.slice(url.indexOf(",") + 1);
-    painter.load(image);
-    find("painter").hidden = false;
-    find("image-section").open = true;
-  };
-  image.onerror = () => form.showProblem({message: "This file is not an image.", field: "image"});
-  image.src = url;
-}
-
-function removeInput() {
-  inputImage = null;
-  find("image").value = "";
-  find("painter").hidden = true;
+function showServer() {
+  const {problem, isUp} = server;
+  const served = model() && `${model().release} on ${model().device}, ${model().runtime}`;
+  setText("served", problem || served);
+  for (const id of ["served", "down"]) find(id).classList.toggle("bad", !isUp);
+  find("key-field").hidden = !server.keyRequired;
+  if (!isUp) setText("down", `${problem}. This page asks again every 2 seconds.`);
+  else if (find("down").textContent) setText("down", "The server is back.");
 }
 
 function setRunning(isRunning) {
-  find("generate").disabled = isRunning;
-  find("live").hidden = !isRunning;
-  find("preview").hidden = true;
-  find("empty").hidden = isRunning || find("gallery").children.length > 0;
+  find("generate").setAttribute("aria-disabled", isRunning); // a disabled button would lose the focus
+  if (!isRunning && document.activeElement === find("cancel")) find("generate").focus();
+  find("cancel").hidden = !isRunning;
+  find("progress").hidden = !isRunning;
   find("progress").removeAttribute("value");
-  find("status").textContent = "Sending";
-  if (isRunning) find("live").scrollIntoView({block: "nearest"});
+}
+
+// Show a text that is also read aloud, followed by `more`. Steps are not: they are too many.
+function announce(text, more = "") {
+  setText("status", text);
+  setText("announced", `${text} ${more}`);
 }
 
 async function submit() {
   if (running) return;
-  form.clearProblems();
+  problems.clear();
   form.save();
-  if (!model()) {
-    await connect();
-    if (!model()) return;
-  }
   running = new AbortController();
   setRunning(true);
+  announce("Sending");
+  let batch = null;
   try {
-    await run(model(), running.signal);
+    if (!model() || (server.keyRequired && !find("key").value)) await server.connect();
+    const served = model();
+    if (!served) throw new Refusal("No server has answered yet.");
+    const request = await form.request(served);
+    if (server.isUp) setText("down", "");
+    const {image, masks, controls, ip_adapters, ...settings} = request;
+    const steps = request.num_inference_steps ?? served.defaults.num_inference_steps;
+    const preview_every = served.safety === "blank" ? 0 : Math.max(1, Math.round(steps / 10));
+    const started = performance.now();
+    const events = generate({...request, preview_every}, served.release, find("key").value, running.signal);
+    for await (const event of events) {
+      if (event.event === "accepted") batch = new gallery.Batch(settings, served);
+      follow(event, batch);
+    }
+    const seconds = ((performance.now() - started) / 1000).toFixed(1);
+    announce(`${countFinished(batch)} in ${seconds} s`, batch.warning);
   } catch (error) {
-    if (error.name !== "AbortError") form.showProblem(error);
+    const result = batch ? `${countFinished(batch)}.` : "";
+    announce(error.name === "AbortError" ? `Cancelled. ${result}` : result);
+    if (error.name !== "AbortError") problems.show(error, result);
+    if (error.status >= 500 || error.kind === "unreachable") server.poll();
+    if (["model_not_found", "release_changed"].includes(error.kind)) server.connect().catch(() => {});
   }
+  batch?.end();
   running = null;
   setRunning(false);
 }
 
-async function run(served, signal) {
-  const request = await form.request(served, inputImage, painter.result());
-  const {image, masks, controls, ip_adapters, ...settings} = request;
-  const steps = request.num_inference_steps ?? served.defaults.num_inference_steps;
-  const preview_every = served.safety === "blank" ? 0 : Math.max(1, Math.round(steps / 10));
-  const images = [];
-  let doneSteps = 0;
-  for await (const event of generate({...request, preview_every}, served.release, find("key").value, signal)) {
-    if (event.event === "accepted" || event.event === "heartbeat") {
-      if (doneSteps === 0) find("status").textContent = event.ahead ? `Waiting behind ${event.ahead} images` : "Starting";
-    } else if (event.event === "step") {
-      doneSteps = Math.max(doneSteps, event.step);
-      Object.assign(find("progress"), {max: event.steps, value: doneSteps});
-      find("status").textContent = `Step ${doneSteps} of ${event.steps}`;
-      if (event.preview) {
-        find("preview").src = `data:image/jpeg;base64,${event.preview}`;
-        find("preview").hidden = false;
-        find("preview").dataset.count = Number(find("preview").dataset.count ?? 0) + 1;
-      }
-    } else if (event.event === "image") {
-      images.push(event);
-    } else if (event.event === "done") {
-      for (const image of images) gallery.add(image, settings, event, served.device, open);
-    }
+function countFinished({finished, items}) {
+  const images = items.length === 1 ? "1 image" : `${items.length} images`;
+  return finished === items.length ? images : `${finished} of ${images} finished`;
+}
+
+// Show an event of a request's stream.
+function follow(event, batch) {
+  const progress = find("progress");
+  if (event.event === "accepted" || event.event === "heartbeat") {
+    if (!progress.hasAttribute("value")) announce(event.ahead ? `Waiting behind ${event.ahead} images` : "Starting");
+  } else if (event.event === "step") {
+    const step = Math.max(event.step, progress.hasAttribute("value") ? progress.value : 0);
+    Object.assign(progress, {max: event.steps, value: step});
+    setText("status", `Step ${step} of ${event.steps}`);
+    if (event.preview) batch.preview(event.preview, event.index);
+  } else if (event.event === "image") {
+    batch.add(event);
+    if (batch.items.length > 1) setText("announced", countFinished(batch));
+  } else if (event.event === "done") {
+    batch.complete(event, event.warnings.map(problems.inWords).join(" "));
   }
 }
 
-function open(result) {
-  shown = result;
-  find("use-image").hidden = find("image-section").hidden;
-  gallery.show(result);
+function useFile(file) {
+  if (!file) return;
+  if (find("image-section").hidden) problems.show(new Refusal("This release takes no input image."));
+  else files.setFile(file, (width, height) => form.setSize(model(), width, height));
+}
+
+function changed(event) {
+  if (event.target.getAttribute("aria-invalid")) problems.clear();
+  form.showFit();
+  form.save();
 }
 
 find("form").addEventListener("submit", (event) => {
   event.preventDefault();
   submit();
 });
-find("form").addEventListener("change", form.save);
-find("form").addEventListener("input", form.save);
+find("form").addEventListener("change", changed);
+find("form").addEventListener("input", changed);
 document.addEventListener("keydown", (event) => {
   if (find("details").open) return; // Escape closes the dialog
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) submit();
   if (event.key === "Escape") running?.abort();
+});
+document.addEventListener("paste", (event) => useFile(event.clipboardData.files[0]));
+document.addEventListener("dragover", (event) => event.preventDefault());
+document.addEventListener("drop", (event) => {
+  if (event.target.matches("input[type=file]")) return; // it takes the file itself
+  event.preventDefault();
+  useFile(event.dataTransfer.files[0]);
 });
 find("cancel").addEventListener("click", () => running?.abort());
 find("clear-seed").addEventListener("click", () => {
   find("seed").value = "";
   form.save();
 });
-find("model").addEventListener("change", () => choose({prompt: find("prompt").value}));
+find("model").addEventListener("change", () => {
+  form.offer(model(), {prompt: find("prompt").value, negative_prompt: find("negative_prompt").value});
+  showServer();
+});
 find("key").addEventListener("change", () => {
   sessionStorage.setItem(KEY, find("key").value);
-  connect();
+  problems.clear();
+  server.connect().catch(problems.show);
 });
-find("image").addEventListener("change", async () => {
-  const file = find("image").files[0];
-  form.clearProblems();
-  if (file) setInput(`data:${file.type};base64,${await form.base64Of(file)}`);
+find("image").addEventListener("change", () => useFile(find("image").files[0]));
+find("remove-image").addEventListener("click", () => {
+  files.remove();
+  form.showFit();
 });
-find("remove-image").addEventListener("click", removeInput);
-find("clear-mask").addEventListener("click", () => painter.clear());
-find("close").addEventListener("click", () => find("details").close());
+find("clear-mask").addEventListener("click", files.clearPaint);
 find("use-image").addEventListener("click", () => {
-  setInput(shown.url);
   find("details").close();
+  files.setInput(gallery.shownResult().url, (width, height) => form.setSize(model(), width, height));
 });
 find("use-settings").addEventListener("click", () => {
-  const {settings} = shown;
-  find("model").value = shown.done.engine.release;
-  choose({}); // its release may be another one
-  form.offer(model(), {...settings, size: `${settings.width} x ${settings.height}`, seed: String(settings.seed)});
-  form.useLoras(settings.loras ?? []);
-  find("negative_prompt").value = settings.negative_prompt ?? "";
-  form.save();
+  const {settings, served} = gallery.shownResult();
+  if (server.models.some(({release}) => release === served.release)) find("model").value = served.release;
+  form.useSettings(model(), settings);
+  showServer();
   find("details").close();
   find("prompt").focus();
 });
 
 find("key").value = sessionStorage.getItem(KEY) ?? "";
-connect();
+server
+  .connect()
+  .catch(() => {}) // the header has the reason
+  .finally(() => server.poll());
