@@ -141,7 +141,7 @@ UNION, INK, FACE = "[data-name=union]", "[data-name=ink]", "[data-name=face]"
         (refusal(400, "clip_skip", "clip_skip: 2 is too many."), None, "2 is too many."),
         (refusal(413, None, "The body has more than 64 MiB.", "too_large"), "[data-field=image]", "too many bytes"),
         (refusal(429, None, "full", "overloaded", Retry_After="7"), None, "The server is busy. Try again in 7 s."),
-        (refusal(503, None, "", "unavailable"), None, "The server does not answer."),
+        (refusal(503, None, "", "unavailable"), None, "Generate again when the server is back."),
         (refusal(504, None, "The images were not finished within 60 s.", "deadline"), None, "within 60 s"),
         (Answer(500, b"<html>"), None, "The server failed before the images were finished."),
         (stream({"event": "error", "status": 400, "error": "width: no.", "kind": "refused", "field": "width"}),

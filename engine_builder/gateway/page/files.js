@@ -78,7 +78,7 @@ export function nearestSize({sizes, image_sizes, native_size}, width, height) {
       if (w === width && h === height) return -1;
       return Math.abs(Math.log((w * height) / (h * width))) + 0.01 * Math.abs(Math.log((w * h) / nativeArea));
     };
-    return listed.toSorted((one, other) => distance(one) - distance(other))[0];
+    return [...listed].sort((one, other) => distance(one) - distance(other))[0];
   }
   const {min, max, multiple} = image_sizes;
   const smallest = Math.ceil(min / multiple) * multiple;

@@ -65,7 +65,8 @@ export class Batch {
   // `done`: the last event of the stream. `warning`: what was not followed, or "".
   complete(done, warning) {
     Object.assign(this, {done, warning});
-    for (const item of warning ? this.items : []) item.querySelector(".card")?.append(element("span", "warning", warning));
+    if (!warning) return;
+    for (const item of this.items) item.querySelector(".card")?.append(element("span", "warning", warning));
   }
 
   // End the request. What is finished stays.

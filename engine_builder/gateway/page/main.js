@@ -7,6 +7,7 @@ import * as gallery from "./gallery.js";
 import * as problems from "./problems.js";
 import {Server} from "./server.js";
 
+const BACK = "The server is back.";
 const KEY = "preheat.key"; // in the tab's own storage, which ends with it
 const find = (id) => document.getElementById(id);
 const server = new Server(() => find("key").value, offerModels, showServer);
@@ -33,7 +34,10 @@ function showServer() {
   for (const id of ["served", "down"]) find(id).classList.toggle("bad", !isUp);
   find("key-field").hidden = !server.keyRequired;
   if (!isUp) setText("down", `${problem}. This page asks again every 2 seconds.`);
-  else if (find("down").textContent) setText("down", "The server is back.");
+  else if (find("down").textContent && find("down").textContent !== BACK) {
+    problems.clear(); // the server's absence is over
+    setText("down", BACK);
+  }
 }
 
 function setRunning(isRunning) {
@@ -133,13 +137,16 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) submit();
   if (event.key === "Escape") running?.abort();
 });
-document.addEventListener("paste", (event) => useFile(event.clipboardData.files[0]));
-document.addEventListener("dragover", (event) => event.preventDefault());
-document.addEventListener("drop", (event) => {
-  if (event.target.matches("input[type=file]")) return; // it takes the file itself
-  event.preventDefault();
-  useFile(event.dataTransfer.files[0]);
+document.addEventListener("paste", ({clipboardData}) => {
+  if (!clipboardData.types.includes("text/plain")) useFile(clipboardData.files[0]); // text may come with its picture
 });
+for (const name of ["dragover", "drop"]) {
+  document.addEventListener(name, (event) => {
+    if (!event.dataTransfer.types.includes("Files") || event.target.matches("input[type=file]")) return; // not for us
+    event.preventDefault(); // the browser would leave the page and show the file
+    if (name === "drop") useFile(event.dataTransfer.files[0]);
+  });
+}
 find("cancel").addEventListener("click", () => running?.abort());
 find("clear-seed").addEventListener("click", () => {
   find("seed").value = "";
