@@ -15,9 +15,8 @@ import itertools
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from engine_builder.benchmarks.rows import percentile
 from engine_builder.replicas.traffic import Traffic
@@ -99,23 +98,42 @@ class Result:
         return self.refused / max(1, self.refused + len(self.latencies))
 
 
+class _Clock:
+    """The simulated time in seconds, and the actions that are due later."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._due: list[tuple[float, int, Callable[[int], None], int]] = []
+        self._ties = itertools.count()  # orders actions of the same second
+
+    def call(self, seconds: float, action: Callable[[int], None], argument: int = 0) -> None:
+        """Call `action(argument)` in `seconds` from now."""
+        heapq.heappush(self._due, (self.now + seconds, next(self._ties), action, argument))
+
+    def run(self, until: float) -> None:
+        """Call all actions that are due until that second."""
+        while self._due and self._due[0][0] <= until:
+            self.now, _, action, argument = heapq.heappop(self._due)
+            action(argument)
+        self.now = until
+
+
 class _Replica:
     """One server in simulated time.
 
     All of its images advance together. So each image is stored with the server's step count at which it finishes, and
-    only the next image to finish needs an event.
+    only the next image to finish needs an event. Every change of the batch replaces that event.
     """
 
-    def __init__(self, env: Any, server: Server, result: Result) -> None:
-        self.env, self.server, self.result = env, server, result
+    def __init__(self, clock: _Clock, server: Server, result: Result) -> None:
+        self.clock, self.server, self.result = clock, server, result
         self.active: list[tuple[float, int, float]] = []  # step count when finished, tie breaker, arrival
         self.queue: deque[tuple[float, float]] = deque()  # arrival, steps
         self._step_time = [server.step_time(images) for images in range(server.capacity + 1)]
         self._efficient = server.efficient
-        self._steps, self._counted_at = 0.0, env.now
+        self._steps, self._counted_at = 0.0, clock.now
         self._ties = itertools.count()  # orders images that finish at the same step
-        self._changed = env.event()
-        env.process(self._run())
+        self._event = 0  # the number of the event that is not yet replaced
 
     @property
     def outstanding(self) -> int:
@@ -125,8 +143,7 @@ class _Replica:
         self._advance()
         self.queue.append((arrived, steps))
         self._join()
-        if not self._changed.triggered:
-            self._changed.succeed()
+        self._plan()
 
     def _join(self) -> None:
         capacity = self.server.capacity
@@ -139,37 +156,37 @@ class _Replica:
             ):
                 break
             arrived, steps = self.queue.popleft()
-            self.result.waits.append(self.env.now - arrived)
+            self.result.waits.append(self.clock.now - arrived)
             heapq.heappush(self.active, (self._steps + steps, next(self._ties), arrived))
 
     def _advance(self) -> None:
         """Add the steps since the last call to the step count."""
         if self.active:
-            self._steps += (self.env.now - self._counted_at) / self._step_time[len(self.active)]
-        self._counted_at = self.env.now
+            self._steps += (self.clock.now - self._counted_at) / self._step_time[len(self.active)]
+        self._counted_at = self.clock.now
 
-    def _run(self) -> Generator[Any, Any, None]:
-        while True:
-            if not self.active:
-                yield self._changed
-            else:
-                seconds = (self.active[0][0] - self._steps) * self._step_time[len(self.active)]
-                finished = self.env.timeout(max(0.0, seconds))
-                yield finished | self._changed
-                if finished.processed:
-                    self._advance()
-                    _, _, arrived = heapq.heappop(self.active)
-                    self.result.latencies.append(self.env.now - arrived)
-                    self._join()
-            if self._changed.triggered:
-                self._changed = self.env.event()
+    def _plan(self) -> None:
+        """Replace the event of the next image to finish."""
+        self._event += 1
+        if self.active:
+            seconds = (self.active[0][0] - self._steps) * self._step_time[len(self.active)]
+            self.clock.call(max(0.0, seconds), self._finish, self._event)
+
+    def _finish(self, event: int) -> None:
+        if event != self._event:
+            return
+        self._advance()
+        _, _, arrived = heapq.heappop(self.active)
+        self.result.latencies.append(self.clock.now - arrived)
+        self._join()
+        self._plan()
 
 
 class _Platform:
     """Replicas, their autoscaler, and the requests that wait while no replica is ready."""
 
-    def __init__(self, env: Any, server: Server, scaling: Autoscaling, result: Result) -> None:
-        self.env, self.server, self.scaling, self.result = env, server, scaling, result
+    def __init__(self, clock: _Clock, server: Server, scaling: Autoscaling, result: Result) -> None:
+        self.clock, self.server, self.scaling, self.result = clock, server, scaling, result
         self.ready: list[_Replica] = []
         self.ending: list[_Replica] = []  # receive no new requests, and are paid until they have answered
         self.starting = 0
@@ -177,8 +194,8 @@ class _Platform:
         self._samples: deque[tuple[float, int]] = deque()
         self._below_since: float | None = None
         for _ in range(scaling.min_replica):
-            self.ready.append(_Replica(env, server, result))
-        env.process(self._autoscale())
+            self.ready.append(_Replica(clock, server, result))
+        self._autoscale(0)
 
     @property
     def replicas(self) -> int:
@@ -187,23 +204,22 @@ class _Platform:
 
     def request(self, steps: float) -> None:
         if not self.ready:
-            self.waiting.append((self.env.now, steps))
+            self.waiting.append((self.clock.now, steps))
             return
         replica = min(self.ready, key=lambda replica: replica.outstanding)
         if len(replica.queue) >= self.server.max_queue:
             self.result.refused += 1
         else:
-            replica.add(self.env.now, steps)
+            replica.add(self.clock.now, steps)
 
-    def _autoscale(self) -> Generator[Any, Any, None]:
-        while True:
-            self.ending = [replica for replica in self.ending if replica.outstanding]
-            self._scale()
-            self._record_paid()
-            yield self.env.timeout(_AUTOSCALER_PERIOD_SECONDS)
+    def _autoscale(self, _: int) -> None:
+        self.ending = [replica for replica in self.ending if replica.outstanding]
+        self._scale()
+        self._record_paid()
+        self.clock.call(_AUTOSCALER_PERIOD_SECONDS, self._autoscale)
 
     def _scale(self) -> None:
-        now, settings = self.env.now, self.scaling
+        now, settings = self.clock.now, self.scaling
         in_flight = len(self.waiting) + sum(replica.outstanding for replica in self.ready)
         self._samples.append((now, in_flight))
         while self._samples[0][0] < now - settings.autoscaling_window:
@@ -217,7 +233,7 @@ class _Platform:
             self._below_since = None
             for _ in range(target - self.replicas):
                 self.starting += 1
-                self.env.process(self._start())
+                self.clock.call(self.server.cold_start_seconds, self._start)
         elif target < self.replicas:
             self._below_since = now if self._below_since is None else self._below_since
             if now - self._below_since >= settings.scale_down_delay:
@@ -225,10 +241,9 @@ class _Platform:
         else:
             self._below_since = None
 
-    def _start(self) -> Generator[Any, Any, None]:
-        yield self.env.timeout(self.server.cold_start_seconds)
+    def _start(self, _: int) -> None:
         self.starting -= 1
-        self.ready.append(_Replica(self.env, self.server, self.result))
+        self.ready.append(_Replica(self.clock, self.server, self.result))
         while self.waiting:
             arrived, steps = self.waiting.popleft()
             min(self.ready, key=lambda replica: replica.outstanding).add(arrived, steps)
@@ -242,7 +257,7 @@ class _Platform:
     def _record_paid(self) -> None:
         paid = self.replicas + len(self.ending)
         if not self.result.replicas or self.result.replicas[-1][1] != paid:
-            self.result.replicas.append((self.env.now, paid))
+            self.result.replicas.append((self.clock.now, paid))
 
 
 def simulate(
@@ -256,24 +271,18 @@ def simulate(
 
     `steps` returns a request's number of steps from a random generator; None: the server's.
     """
-    import simpy
-
-    env = simpy.Environment()
+    clock = _Clock()
     result = Result()
-    platform = _Platform(env, server, scaling, result)
+    platform = _Platform(clock, server, scaling, result)
     generator = random.Random(seed + 1)
-
-    def arrive() -> Generator[Any, Any, None]:
-        for at in traffic.arrivals(seed):
-            yield env.timeout(at - env.now)
-            platform.request(steps(generator) if steps is not None else server.steps)
-
-    env.run(until=env.process(arrive()))
-    end = max(env.now, traffic.seconds)
-    env.run(until=end + 1e-9)
+    for at in traffic.arrivals(seed):
+        clock.run(at)
+        platform.request(steps(generator) if steps is not None else server.steps)
+    end = max(clock.now, traffic.seconds)
+    clock.run(end + 1e-9)
     result.gpu_hours = paid_hours(result.replicas, end)
     while platform.waiting or any(replica.outstanding for replica in platform.ready + platform.ending):
-        env.run(until=env.now + 60)
+        clock.run(clock.now + 60)
     return result
 
 
