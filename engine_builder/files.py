@@ -2,16 +2,20 @@
 
 import errno
 import os
+import shlex
 import stat
 import uuid
 from contextlib import suppress
 from pathlib import Path
 
+from engine_builder.error_text import cause_of
 from model.errors import PreheatError
 from model.store.local import FileMissing, open_regular_file
 
 # The folder cannot be written, something is mounted on the file, or its owner cannot be given to another file.
 _IRREPLACEABLE_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EINVAL, errno.ENOTSUP}
+
+_OTHER_FOLDER = "Name another folder."
 
 
 class NotWritable(PreheatError):
@@ -35,9 +39,9 @@ def read_file(path: Path, max_bytes: int | None = None) -> bytes:
 
 
 def check_writable(path: Path) -> None:
-    """Raise NotWritable if `write_file` could not write `path`. Writes nothing.
+    """Raise NotWritable if `write_file` could not write `path`, for example in a missing folder. Writes nothing.
 
-    Call it before work whose result would be lost. Missing folders are allowed, because `write_file` makes them.
+    Call it before work whose result would be lost.
     """
     if path.name in ("", ".."):
         raise NotWritable(f"{str(path)!r} is not the name of a file.")
@@ -46,7 +50,7 @@ def check_writable(path: Path) -> None:
     except (FileNotFoundError, NotADirectoryError):
         if path.is_symlink():
             raise NotWritable(f"{path} cannot be written: it is a link to a missing file.") from None
-        _check_folder(path)
+        _check_parent(path)
         return
     except OSError as error:
         raise NotWritable(f"{path} cannot be written: {error.strerror or error}.") from error
@@ -58,17 +62,45 @@ def check_writable(path: Path) -> None:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file, and make its folder if it is missing. Raises NotWritable.
+    """Write a file into a folder that exists. Raises NotWritable.
 
     A full disk leaves an earlier file unchanged, where a new file can take its place with the same owner and
     permissions. Symbolic links are followed.
     """
     check_writable(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         _replace_file(path, data)
     except OSError as error:
         raise NotWritable(f"{path} cannot be written: {error.strerror or error}.") from error
+
+
+def check_folder(path: Path, *files: str) -> None:
+    """Raise NotWritable if `files` could not be written into the folder `path`. Writes nothing.
+
+    The folder need not exist, the folder that contains it must.
+    """
+    try:
+        is_folder = path.is_dir()
+    except (OSError, ValueError) as error:
+        raise NotWritable(f"{str(path)!r} cannot be written: {cause_of(error)}.", _OTHER_FOLDER) from error
+    if is_folder:
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise NotWritable(f"{path} cannot be written: {os.strerror(errno.EACCES)}.", _OTHER_FOLDER)
+        for file in files:
+            check_writable(path / file)
+        return
+    if os.path.lexists(path):
+        raise NotWritable(f"{path} cannot be written: it is not a folder.", _OTHER_FOLDER)
+    _check_parent(path)
+
+
+def make_folder(path: Path) -> None:
+    """Make the folder `path` if it does not exist, in a folder that exists. Raises NotWritable."""
+    check_folder(path)
+    try:
+        path.mkdir(exist_ok=True)
+    except OSError as error:
+        raise NotWritable(f"{path} cannot be written: {cause_of(error)}.", _OTHER_FOLDER) from error
 
 
 def _replace_file(path: Path, data: bytes) -> None:
@@ -101,8 +133,8 @@ def _replace_file(path: Path, data: bytes) -> None:
             temporary.unlink(missing_ok=True)
 
 
-def _check_folder(path: Path) -> None:
-    """Check that a file or folder can be made in the nearest existing folder above `path`."""
+def _check_parent(path: Path) -> None:
+    """Raise NotWritable if no file or folder can be made at `path`, for example because its folder is missing."""
     try:
         folder = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
         if not folder.is_dir():
@@ -111,3 +143,8 @@ def _check_folder(path: Path) -> None:
         raise NotWritable(f"{path} cannot be written: {error.strerror or error}.") from error
     if not os.access(folder, os.W_OK | os.X_OK):
         raise NotWritable(f"{path} cannot be written: {os.strerror(errno.EACCES)} in {folder}.")
+    if folder != path.absolute().parent:
+        raise NotWritable(
+            f"{path} cannot be written: the folder {path.parent} does not exist.",
+            f"Make it with `mkdir -p {shlex.quote(str(path.parent))}`, or name another one.",
+        )

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,12 +11,14 @@ from PIL import Image
 
 from engine_builder.files import NotWritable
 from engine_builder.local_server.client import CallFailed, generate, save_images, save_predicted
+from engine_builder.local_server.endpoint import BadEndpoint, parse_endpoint
 from engine_builder.local_server.server import Server
 from tests.support import stub_truss
 from tests.support.noise_model import NOISE_MODEL
 from tests.support.scripted_server import Answer, ScriptedServer
 
 SHELL_SCRIPT_BASE64 = base64.b64encode(b"#!/bin/sh").decode()
+DEPLOYED = "https://model-x.api.baseten.co"
 UNUSED_URL = "http://127.0.0.1:9"  # the port of the discard service, which does not run
 
 
@@ -28,7 +31,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def test_generate_returns_the_response(server: Server, tmp_path: Path) -> None:
     response = generate(server.url, {"prompt": "two", "num_images": 2}, timeout=60)
-    paths = save_images(response, tmp_path / "new" / "out.jpeg")
+    paths = save_images(response, tmp_path / "out.jpeg")
     assert [path.name for path in paths] == ["out-1.jpeg", "out-2.jpeg"]
     assert [path.read_bytes() for path in paths] == [base64.b64decode(image["data"]) for image in response["images"]]
 
@@ -39,14 +42,88 @@ def test_generate_reports_a_refusal(server: Server) -> None:
     assert refusal.value.status == 400
 
 
-@pytest.mark.parametrize("url", ["http://localhost:80a", "http://[x"])
-def test_generate_refuses_an_invalid_url(url: str) -> None:
-    with pytest.raises(CallFailed, match="is not the URL of a server"):
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("http://localhost:80a", "is not the URL of a server: Port"),
+        ("http://[x", "is not the URL of a server: Invalid IPv6 URL. Give"),
+        ("ftp://127.0.0.1", "is not the URL of a server. Give a URL like"),
+        ("http://127.0.0.1/?x=1", "it has a query"),
+        ("http://name:geheim@127.0.0.1", "The URL has a user name or a password"),
+        ("https://model-x.api.baseten.co", "is not the https URL of a deployment's predict. Give one like"),
+        ("http://model-x.api.baseten.co/production/predict", "is not the https URL of a deployment's predict"),
+        (f"{DEPLOYED}/production/predict", "needs an API key. Set the variable BASETEN_API_KEY"),
+    ],
+)
+def test_refuses_an_address_that_cannot_be_called(url: str, message: str) -> None:
+    with pytest.raises(BadEndpoint, match=re.escape(message)) as refusal:
         generate(url, {"prompt": "x"}, timeout=5)
+    assert "geheim" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "predict_url", "authorization"),
+    [
+        ("127.0.0.1:8080", "http://127.0.0.1:8080/v1/models/model:predict", "Bearer gateway-key"),
+        ("http://gpu-box:8090/v1/", "http://gpu-box:8090/v1/models/model:predict", "Bearer gateway-key"),
+        ("https://x/sdxl", "https://x/sdxl/v1/models/model:predict", "Bearer gateway-key"),
+        ("http://x/v1/models/model:predict?model=a", "http://x/v1/models/model:predict?model=a", "Bearer gateway-key"),
+        (f"{DEPLOYED}/production/predict", f"{DEPLOYED}/production/predict", "Api-Key baseten-key"),
+        ("https://x/environments/a/predict", "https://x/environments/a/predict", "Api-Key gateway-key"),
+        ("model-x.api.baseten.co/production/predict", f"{DEPLOYED}/production/predict", "Api-Key baseten-key"),
+    ],
+)
+def test_endpoint_of_a_url(url: str, predict_url: str, authorization: str) -> None:
+    variables = {"PREHEAT_API_KEY": "gateway-key\n", "BASETEN_API_KEY": "baseten-key"}
+    endpoint = parse_endpoint(url, variables=variables)
+    assert endpoint.predict_url == predict_url and endpoint.headers["Authorization"] == authorization
+    assert endpoint.exposes_key == (predict_url.startswith("http:") and "127.0.0.1" not in url)
+    named = parse_endpoint(url, "named-key", variables)
+    assert named.headers["Authorization"] == authorization.split()[0] + " named-key"
+    assert "key" not in repr(named).replace("exposes_key", "")
+
+
+@pytest.mark.parametrize("key", ["Bearer geheim", "geheim\n1", "geh\u00e9im"])
+def test_refuses_a_key_without_showing_it(key: str) -> None:
+    with pytest.raises(BadEndpoint, match="The key in PREHEAT_API_KEY has characters") as refusal:
+        parse_endpoint("http://127.0.0.1", variables={"PREHEAT_API_KEY": key})
+    assert "geh" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "headers", "message"),
+    [
+        (401, '{"error": "No key."}', {}, "401: No key. Check the key in"),
+        (404, '{"detail": "Not Found"}', {}, "is not the `predict` of a model: check the URL"),
+        (404, '{"error": "model not found"}', {}, "404: model not found. Check the URL, and which deployment"),
+        (429, '{"error": "Busy."}', {"Retry-After": "7"}, "429: Busy. Try again in 7 s."),
+        (301, "", {"Location": "https://y/predict"}, "redirects to https://y/predict. Give that URL."),
+        (500, "<h1>broken: geheim</h1>", {}, "500: <h1>broken: ***</h1>."),
+        (503, '{"error": "Ended.", "kind": "unavailable"}', {}, "503: Ended."),
+        (503, "", {"Retry-After": "999"}, "503: Service Unavailable. The model was not ready in time."),
+    ],
+)
+def test_refusals_of_a_deployed_model(status: int, body: str, headers: dict[str, str], message: str) -> None:
+    with ScriptedServer(lambda number, request: Answer(status, body.encode(), headers)) as server:
+        with pytest.raises(CallFailed) as failure:
+            generate(parse_endpoint(server.url, "geheim"), {"prompt": "x"}, timeout=60)
+    assert message in str(failure.value) and failure.value.status == status
+    assert "geheim" not in str(failure.value) and len(server.headers) == 1
+
+
+@pytest.mark.parametrize("status", [502, 503, 504])
+def test_waits_for_a_model_that_is_starting(status: int) -> None:
+    lines = b'{"event": "image", "index": 0, "data": ""}\n{"event": "done"}\n'
+    answers = [Answer(status, b"upstream is starting", {"Retry-After": "0"})] * 2 + [Answer(200, lines)]
+    events: list[dict[str, object]] = []
+    with ScriptedServer(lambda number, request: answers[number]) as server:
+        generate(parse_endpoint(server.url, "geheim"), {"prompt": "x"}, 60, events.append)
+    assert [event["event"] for event in events] == ["starting", "starting", "image"]
+    assert [headers["authorization"] for headers in server.headers] == ["Api-Key geheim"] * 3
 
 
 def test_generate_reports_that_no_server_answers() -> None:
-    with pytest.raises(CallFailed, match="cannot be reached.*preheat serve") as failure:
+    with pytest.raises(CallFailed, match=r"cannot be reached: Connection refused\. Start.*`preheat serve`") as failure:
         generate(UNUSED_URL, {"prompt": "x"}, timeout=5)
     assert failure.value.status is None
 

@@ -8,10 +8,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
+from engine_builder.commands.main import PROGRAM, app
+from engine_builder.commands.request_options import FIELD_OPTIONS, OTHER_OPTIONS
 from engine_builder.files import write_file
+from model.api.request import ControlRequest, GenerationRequest, IpAdapterRequest, LoraRequest, MaskRequest
 from tests.store.processes import finish, own_mounts, python
 from tests.support import commands, odd_files
 from tests.support.commands import Invocation
@@ -102,9 +108,114 @@ def test_save_writes_nothing_next_to_a_bad_target(sandbox: Path) -> None:
     assert not any(Path("/dev").glob("null*.png")) and not any(Path("/dev").glob("full*.png"))
 
 
-def test_save_makes_missing_folders(sandbox: Path) -> None:
-    [result] = commands.run(sandbox, [Invocation(["save", "--out=new/deep/x.png"], f'{{"data": "{PNG}"}}'.encode())])
-    assert result["status"] == 0 and (sandbox / "work" / "new" / "deep" / "x.png").is_file()
+def test_no_command_makes_a_missing_folder(sandbox: Path, server: CountingServer) -> None:
+    rate = ["--cold-start=1", "--p99=1", "--curve=1:0.1", "constant:0.1"]
+    cases = [
+        ["save", "--out=new/x.png"],
+        ["generate", server.option, "--out=new/x.png", "x"],
+        ["generate", server.option, "--previews=new/x.jpg", "x"],
+        ["demo", "--out=new/x.png"],
+        ["keygen", "new/x.pem"],
+        ["report", "--out=new/x.md"],
+        ["plan-replicas", *rate, "--out=new/x.json"],
+        ["plan-replicas", *rate, "--plot=new/x.png"],
+        ["load", "toy/1", "--out=new/x.json"],
+        *(["bench", name, "toy/1", "--out=new/x.json"] for name in ("latency", "cold-start", "multi-gpu")),
+        ["export-onnx", "x", "--out=new/x"],
+        ["export-triton", "toy/1", "--out=new/x"],
+        ["triton-client", "x", "--out=new/x.png"],
+        ["check-fp8", "x", "--out=new/x", "--count=1"],
+        ["gateway", "--history=new/x.db", "--port=21999"],
+    ]
+    for case, result in zip(cases, commands.run(sandbox, [Invocation(case) for case in cases]), strict=True):
+        assert result["status"] == 1, (case, result)
+        assert "the folder new does not exist. Make it with `mkdir -p new`" in result["stderr"], (case, result)
+    assert server.requests == 0 and not (sandbox / "work" / "new").exists()
+
+
+def option_names(*words: str) -> set[str]:
+    """Return the names of all options and arguments of a command."""
+    command: Any = typer.main.get_command(app)
+    for word in words:
+        command = command.commands[word]
+    return {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+
+
+def test_every_field_of_a_request_has_an_option() -> None:
+    lists = {"masks": MaskRequest, "loras": LoraRequest, "controls": ControlRequest, "ip_adapters": IpAdapterRequest}
+    fields = {name for name in GenerationRequest.model_fields if name not in lists}
+    fields |= {f"{name}.{field}" for name, entry in lists.items() for field in entry.model_fields}
+    options = {option.field: option.flag.partition("/")[0] for option in FIELD_OPTIONS} | OTHER_OPTIONS
+    assert options.keys() == fields
+    assert {name.lower() for name in options.values()} <= {name.lower() for name in option_names("generate")}
+
+
+def test_generate_sends_every_scalar_field(sandbox: Path, server: CountingServer) -> None:
+    values: dict[str, tuple[str, object]] = {
+        "--negative-prompt": ("fog", "fog"), "--prompt-syntax": ("weighted", "weighted"), "--width": ("64", 64),
+        "--height": ("96", 96), "--seed": ("3", 3), "--steps": ("4", 4), "--scheduler": ("Euler a", "Euler a"),
+        "--guidance-scale": ("2.5", 2.5), "--guidance-rescale": ("0.5", 0.5), "--end-cfg-frac": ("0.25", 0.25),
+        "--clip-skip": ("1", 1), "--refiner": ("", True), "--denoising-frac": ("0.5", 0.5), "--strength": ("1", 1),
+        "--resize": ("pad", "pad"), "--composite": ("", True), "--color-match": ("", True), "--upscale": ("2", 2),
+        "--original-size": ("640x480", [480, 640]), "--crop": ("8,16", [8, 16]), "--target-size": ("64x32", [32, 64]),
+        "--timesteps": ("999,500", [999, 500]), "--sigmas": ("9.5,0", [9.5, 0]), "--quality": ("80", 80),
+        "--metadata": ("", True), "--preview-every": ("2", 2),
+    }  # fmt: skip
+    fields = {option.flag.partition("/")[0]: option.field for option in FIELD_OPTIONS}
+    args = [f"{name}={text}" if text else name for name, (text, _) in values.items()]
+    bad = [["--crop=1;2"], ["--timesteps=1,x"], ["--sigmas="], ["--target-size=64"]]
+    first, *refused = commands.run(
+        sandbox, [Invocation(["generate", server.option, *more, "x"]) for more in (args, *bad)]
+    )
+    assert first["status"] == 1 and {result["status"] for result in refused} == {2} and server.requests == 1
+    request = json.loads(server.received)
+    assert {name: request[fields[name]] for name in fields} == {name: value for name, (_, value) in values.items()}
+
+
+@pytest.mark.parametrize("has_stream", [True, False])
+def test_generate_writes_previews_and_describes(has_stream: bool, sandbox: Path, server: CountingServer) -> None:
+    image = {"data": PNG, "seed": 3, "width": 8, "height": 8}
+    done: dict[str, Any] = {"timings": {"steps": 1.0}, "time": 0.5, "warnings": ["a [warning]"]}
+    lines = [
+        {"event": "accepted", "ahead": 0, "steps": 2},
+        *({"event": "step", "step": step, "steps": 2, "preview": PNG} for step in (1, 2)),
+        {"event": "image", "index": 0, **image},
+        {"event": "done", **done},
+    ]
+    if has_stream:
+        server.body = "\n".join(map(json.dumps, lines)).encode()
+        option = "--previews=p.jpg"
+    else:
+        server.body = json.dumps({**done, "data": PNG, "images": [image]}).encode()
+        option = "--no-stream"
+    made, described = commands.run(
+        sandbox, [Invocation(["generate", server.option, *args]) for args in ([option, "x"], ["--describe"])]
+    )
+    assert made["status"] == 0 and "a [warning]" in made["stdout"], made
+    assert ("Step 2 of 2: p.jpg" in made["stderr"]) == (sandbox / "work" / "p.jpg").is_file() == has_stream
+    assert (sandbox / "work" / "image.png").read_bytes() == base64.b64decode(PNG)
+    assert json.loads(server.received) == {"prompt": "description", "describe": True}
+    if not has_stream:
+        assert described["status"] == 0 and json.loads(described["stdout"])["time"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("args", "shown"),
+    [
+        (["--version"], "preheat 0.1"),
+        (["-V"], "preheat 0.1"),
+        (["-h"], "Usage: preheat "),
+        (["serve", "-h"], "Usage: preheat serve "),
+        (["bench", "latency", "-h"], "Usage: preheat bench latency "),
+        (["help"], "Usage: preheat "),
+        (["help", "serve"], "Usage: preheat serve "),
+    ],
+    ids=" ".join,
+)
+def test_help_and_version(args: list[str], shown: str) -> None:
+    """The usage line has the command's name, although a module is started."""
+    result = CliRunner().invoke(app, args, prog_name=PROGRAM)
+    assert result.exit_code == 0 and shown in result.stdout
 
 
 def test_generate_refuses_values_that_json_cannot_hold(sandbox: Path, server: CountingServer) -> None:
@@ -126,12 +237,15 @@ def test_generate_sends_image_and_masks(sandbox: Path, server: CountingServer) -
     for name in ("photo", "sky", "door"):
         (folder / f"{name}.png").write_bytes(base64.b64decode(PNG) + name.encode())
     options = ["--image=photo.png", "--mask=sky.png", "--mask=door.png", "--mask-prompt=a storm", "--mask-prompt=red"]
+    options += ["--mask-negative-prompt=a", "--mask-negative-prompt=b", "--mask-strength=1", "--mask-strength=0.5"]
     options += ["--strength=0.5", "--feather=4", "--resize=crop", "--composite", "--color-match", "--upscale=2"]
     commands.run(sandbox, [Invocation(["generate", server.option, *options, "x"])])
     request = json.loads(server.received)
     for field, name in zip((request, *request["masks"]), (b"photo", b"sky", b"door"), strict=True):
         assert base64.b64decode(field["image"]).endswith(name)
-    assert [(mask["prompt"], mask["feather"]) for mask in request["masks"]] == [("a storm", 4.0), ("red", 4.0)]
+    own = ("prompt", "feather", "negative_prompt", "strength")
+    values = [[mask[name] for name in own] for mask in request["masks"]]
+    assert values == [["a storm", 4.0, "a", 1.0], ["red", 4.0, "b", 0.5]]
     names = ("strength", "resize", "composite", "color_match", "upscale")
     assert [request[name] for name in names] == [0.5, "crop", True, True, 2]
 
@@ -141,13 +255,14 @@ def test_generate_sends_controls(sandbox: Path, server: CountingServer) -> None:
     for name in ("edges", "pose"):
         (folder / f"{name}.png").write_bytes(base64.b64decode(PNG) + name.encode())
     options = ["--control=canny=edges.png", "--control=pose=pose.png", "--control-scale=0.5", "--control-scale=1"]
+    options += [f"--control-{name}={value}" for name in ("start", "end", "mode") for value in (0, 1)]
     commands.run(sandbox, [Invocation(["generate", server.option, *options, "--canny", "x"])])
     controls = json.loads(server.received)["controls"]
     for control, name in zip(controls, (b"edges", b"pose"), strict=True):
         assert base64.b64decode(control.pop("image")).endswith(name)
     assert controls == [
-        {"name": "canny", "preprocess": "canny", "scale": 0.5},
-        {"name": "pose", "preprocess": "canny", "scale": 1.0},
+        {"name": "canny", "preprocess": "canny", "scale": 0.5, "start": 0.0, "end": 0.0, "mode": 0},
+        {"name": "pose", "preprocess": "canny", "scale": 1.0, "start": 1.0, "end": 1.0, "mode": 1},
     ]
 
 
@@ -190,10 +305,14 @@ def test_generate_refuses_bad_image_files_before_the_request(sandbox: Path, serv
         "File too large": [f"--image={folder}/large.png"],
         "file is not a PNG, JPEG or WebP file": [f"--image={folder}/file"],
         "animation.gif is not a PNG, JPEG or WebP file": [photo, f"--mask={folder}/animation.gif"],
-        "1 prompts were given for 2 masks": [photo, *2 * [f"--mask={folder}/photo.png"], "--mask-prompt=x"],
+        "--mask-prompt was given 1 times for 2 of --mask": [
+            photo,
+            *2 * [f"--mask={folder}/photo.png"],
+            "--mask-prompt=x",
+        ],
         "is not NAME=FILE": [f"--control={folder}/photo.png"],
         "missing.png cannot be read": [f"--control=edges={folder}/missing.png"],
-        "2 scales were given for 1 ControlNets": [
+        "--control-scale was given 2 times for 1 of --control": [
             f"--control=edges={folder}/photo.png",
             "--control-scale=1",
             "--control-scale=1",

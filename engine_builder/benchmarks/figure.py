@@ -15,5 +15,4 @@ def two_panels(path: Path, title: str) -> Iterator[tuple[Any, Any]]:
     figure.suptitle(title)
     left, right = figure.subplots(1, 2)
     yield left, right
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)

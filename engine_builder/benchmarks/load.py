@@ -19,8 +19,9 @@ import httpx
 
 from engine_builder.benchmarks.figure import two_panels
 from engine_builder.benchmarks.rows import Row, make_row, percentile
+from engine_builder.error_text import cause_of
+from engine_builder.local_server.endpoint import Endpoint, parse_endpoint
 from engine_builder.replicas.traffic import poisson_arrivals
-from model.errors import PreheatError
 
 RequestOf = Callable[[int], dict[str, Any]]
 """Makes the JSON body of a request from the request's number."""
@@ -59,24 +60,20 @@ class Outcome:
         return sum(count for status, count in self.statuses.items() if status not in (200, 429))
 
 
-def _connect(url: str) -> httpx.AsyncClient:
-    """Return a client of the server at `url`. Raises PreheatError if that is not a URL."""
+def _connect(endpoint: Endpoint) -> httpx.AsyncClient:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-    try:
-        return httpx.AsyncClient(base_url=url, limits=limits, timeout=_TIMEOUT_SECONDS, trust_env=False)
-    except (httpx.InvalidURL, UnicodeError) as error:
-        raise PreheatError(
-            f"{url!r} is not the URL of a server: {error}.", "Give one like http://127.0.0.1:8080."
-        ) from error
+    return httpx.AsyncClient(
+        headers=endpoint.headers, limits=limits, timeout=_TIMEOUT_SECONDS, trust_env=not endpoint.is_local
+    )
 
 
-async def _send(client: httpx.AsyncClient, request: dict[str, Any], outcome: Outcome) -> None:
+async def _send(client: httpx.AsyncClient, url: str, request: dict[str, Any], outcome: Outcome) -> None:
     began = time.perf_counter()
     try:
-        answer = await client.post("/v1/models/model:predict", json=request)
+        answer = await client.post(url, json=request)
     except httpx.TransportError as error:
         outcome.statuses[0] += 1
-        outcome.first_error = outcome.first_error or str(error)
+        outcome.first_error = outcome.first_error or cause_of(error)
         return
     outcome.statuses[answer.status_code] += 1
     if answer.status_code == 200:
@@ -90,12 +87,13 @@ async def closed_loop(url: str, request_of: RequestOf, clients: int, seconds: fl
     """Send requests from `clients` clients without pause for `seconds`. Returns when all are answered."""
     outcome = Outcome(f"closed loop, {clients} clients", clients)
     numbers = itertools.count()
-    async with _connect(url) as client:
+    endpoint = parse_endpoint(url)
+    async with _connect(endpoint) as client:
         began = time.perf_counter()
 
         async def send_repeatedly() -> None:
             while time.perf_counter() - began < seconds:
-                await _send(client, request_of(next(numbers)), outcome)
+                await _send(client, endpoint.predict_url, request_of(next(numbers)), outcome)
 
         await asyncio.gather(*(send_repeatedly() for _ in range(clients)))
         outcome.seconds = time.perf_counter() - began
@@ -105,11 +103,12 @@ async def closed_loop(url: str, request_of: RequestOf, clients: int, seconds: fl
 async def open_loop(url: str, request_of: RequestOf, rate: float, seconds: float) -> Outcome:
     """Send `rate` requests a second as a Poisson process for `seconds`. Returns when all are answered."""
     outcome = Outcome(f"open loop, {rate:.2f} requests/s", rate)
-    async with _connect(url) as client, asyncio.TaskGroup() as group:
+    endpoint = parse_endpoint(url)
+    async with _connect(endpoint) as client, asyncio.TaskGroup() as group:
         began = time.perf_counter()
         for number, arrival in enumerate(poisson_arrivals(rate, seconds, random.Random(0))):
             await asyncio.sleep(max(0.0, began + arrival - time.perf_counter()))
-            group.create_task(_send(client, request_of(number), outcome))
+            group.create_task(_send(client, endpoint.predict_url, request_of(number), outcome))
     outcome.seconds = time.perf_counter() - began
     return outcome
 

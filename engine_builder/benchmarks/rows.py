@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from engine_builder.files import read_file, write_file
+from engine_builder.files import check_writable, read_file, write_file
 from model.errors import PreheatError
 
 _HIGHER_IS_BETTER = {"images/s", "dB"}
@@ -134,6 +134,14 @@ def read_rows(path: Path) -> list[Row]:
         number, *keys = problem["loc"] or ("",)
         where = f"row {number + 1}: " if isinstance(number, int) else ""
         raise BadRows(f"{path}: {where}{''.join(f'{key}: ' for key in keys)}{problem['msg']}.") from error
+
+
+def check_rows_file(path: Path | None) -> None:
+    """Raise BadRows or NotWritable if rows could not be appended to `path`. Call it before they are measured."""
+    if path is not None:
+        check_writable(path)
+        if path.exists():
+            read_rows(path)
 
 
 def append_rows(path: Path, rows: Sequence[Row]) -> None:

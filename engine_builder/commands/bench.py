@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from rich.table import Table
 from typer.core import TyperGroup
 
-from engine_builder.benchmarks.rows import Row, finish, make_row
+from engine_builder.benchmarks.rows import Row, check_rows_file, finish, make_row
 from engine_builder.commands.console import (
     DEFAULT_PROMPT,
     DEFAULT_STORE,
@@ -23,6 +23,7 @@ from engine_builder.commands.console import (
     SizeOption,
     StepsOption,
     StoreOption,
+    activity,
     console,
     open_cli_store,
     parse_bucket,
@@ -45,7 +46,10 @@ class _LatencyByDefault(TyperGroup):
 
 
 bench_app = typer.Typer(
-    name="bench", cls=_LatencyByDefault, no_args_is_help=True, help="Measure on this machine: latency, cold-start."
+    name="bench",
+    cls=_LatencyByDefault,
+    no_args_is_help=True,
+    help="Measure on this machine: latency, multi-gpu, cold-start.",
 )
 
 RunsOption = Annotated[int, typer.Option(min=1, help="Number of counted runs.")]
@@ -79,10 +83,11 @@ def latency(
     cache_dir: CacheOption = None,
 ) -> None:
     """Measure a request in this process, from prompt to image, by stage. The last line is JSON."""
+    check_rows_file(out)
     if compiled and peer is None:
         raise typer.BadParameter("needs a peer: name its model folder with --peer", param_hint="--compiled")
     width, height = parse_size(size) if size else (None, None)
-    with console.status("Loading"):
+    with activity("Loading"):
         from engine_builder.benchmarks.bench import bench_release, load_in_process
         from engine_builder.benchmarks.comparison import bench_against_diffusers
         from engine_builder.benchmarks.peers import PEERS
@@ -97,7 +102,7 @@ def latency(
             first = error.errors(include_url=False)[0]
             raise RequestRefused(str(first["loc"][0]), f"{first['msg']}.") from error
         loaded = load_in_process(open_cli_store(store, cache_dir).url, release)
-    with console.status(f"Measuring {plain(release)}{' and diffusers' if peer else ''}"):
+    with activity(f"Measuring {release}{' and diffusers' if peer else ''}"):
         if peer is None:
             rows = [bench_release(loaded, request, warm_ups, runs)]
         else:
@@ -122,15 +127,16 @@ def multi_gpu(
 ) -> None:
     """Measure one image on several GPUs and on one, alternating, and predict the speed-up. The last line is JSON."""
     width, height = parse_size(size) if size else (None, None)
+    check_rows_file(out)
     if bands not in (1, *BAND_COUNTS) or gpus % bands:
         raise typer.BadParameter(f"{bands} is not 1, 2, 4 or 8 and a divisor of --gpus {gpus}", param_hint="--bands")
-    with console.status("Loading"):
+    with activity("Loading"):
         from engine_builder.benchmarks.multi_gpu import compare, load_ranked
         from model.api.request import GenerationRequest
 
         request = GenerationRequest(prompt=prompt, width=width, height=height, num_inference_steps=steps, seed=0)
         url = open_cli_store(store, None).url
-    with load_ranked(url, release, gpus, bands) as ranked, console.status(f"Measuring {plain(release)} on {gpus} GPUs"):
+    with load_ranked(url, release, gpus, bands) as ranked, activity(f"Measuring {release} on {gpus} GPUs"):
         result = compare(ranked, request, warm_ups, runs)
     _print_table(result.rows, "stages", "ms")
     exchanged = result.communication
@@ -182,6 +188,7 @@ def cold_start(
     from model.loading.select import select
     from model.settings import read_settings
 
+    check_rows_file(out)
     request: dict[str, Any] = {"prompt": prompt, "seed": 1, "num_inference_steps": steps}
     if size is not None:
         request["width"], request["height"] = parse_size(size)
@@ -192,7 +199,7 @@ def cold_start(
     precision = next(engine.precision.io for engine in manifest.engines if engine.component == UNET)
     with tempfile.TemporaryDirectory(prefix="preheat-bench-") as folder:
         work = Path(folder)
-        with console.status("Laying out the server image"):
+        with activity("Laying out the server image"):
             layout = lay_out(build_context(ROOT, config, work / "build"), work / "image")
         metadata = layout.config["model_metadata"]
         if buckets:
@@ -246,7 +253,7 @@ def _bucket_with_release(s3: str, source: WritableStore, release: str, work: Pat
     console.print("Starting an object store")
     with run_test_object_store(ROOT, work):
         url = "s3://preheat"
-        with console.status(f"Copying {plain(release)} to {url}"):
+        with activity(f"Copying {release} to {url}"):
             copy_release(source, open_cli_store(url), release)
         yield url
 

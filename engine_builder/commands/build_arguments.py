@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from engine_builder.commands.console import console, parse_bucket, print_warning
+from engine_builder.commands.console import activity, parse_bucket, print_warning
 from engine_builder.stores.store import WritableStore
 from model.engines.signatures import TEXT_CHUNK_COUNTS
 from model.engines.tensorrt.libraries import LIBRARIES
@@ -44,7 +44,7 @@ def parse_plan(
     """
     if runtime not in _RUNTIMES:
         raise typer.BadParameter(f"{runtime!r} is not one of {', '.join(_RUNTIMES)}", param_hint="--runtime")
-    with console.status("Loading PyTorch and the model libraries"):
+    with activity("Loading PyTorch and the model libraries"):
         from engine_builder.adapters.offline import parse_adapters, read_merge
         from engine_builder.backends.aot_inductor.compile import build_target
         from engine_builder.backends.tensorrt.options import parse_options, plan_targets

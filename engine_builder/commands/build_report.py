@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from engine_builder.commands.console import console, plain, steps_bar
+from engine_builder.commands.console import console, plain, progress_console, steps_bar
 from model.pipeline.spec import UNET, UNET_CONTROLLED, UNET_IP, VAE_ENCODER
 from model.store.precision import FP16
 
@@ -145,7 +145,7 @@ def progress(remaining: Callable[[], float] = lambda: 0.0) -> Iterator["ReportPr
 
     `remaining` returns the estimated seconds until all engines are compiled; zero if unknown.
     """
-    if not console.is_terminal:
+    if not progress_console.is_terminal:
         started = time.perf_counter()
 
         def print_line(component: str, activity: str, done: int, steps: int) -> None:

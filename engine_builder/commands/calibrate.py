@@ -16,10 +16,12 @@ from engine_builder.commands.console import (
     ROOT,
     CacheOption,
     StoreOption,
+    activity,
     console,
     open_cli_store,
     parse_size,
     plain,
+    progress_console,
     steps_bar,
 )
 from engine_builder.files import read_file
@@ -68,7 +70,7 @@ def calibrate(
 
     A calibration that was interrupted continues. One that is stored is not run again.
     """
-    with console.status("Loading PyTorch and the model libraries"):
+    with activity("Loading PyTorch and the model libraries"):
         from engine_builder.backends.aot_inductor.compile import build_target
         from engine_builder.quantization.calibrate import CalibrationPlan
         from engine_builder.quantization.calibrate import calibrate as calibrate_model
@@ -184,7 +186,7 @@ def _print_network(network: "CalibratedNetwork") -> None:
 @contextmanager
 def prompt_progress(description: str) -> Iterator["ReportPrompt"]:
     """Show a progress bar of prompts on a terminal, and a line for every tenth prompt elsewhere."""
-    if not console.is_terminal:
+    if not progress_console.is_terminal:
 
         def print_line(done: int, prompts: int) -> None:
             if done % 10 == 0 or done == prompts:

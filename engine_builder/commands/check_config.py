@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from engine_builder.commands.console import console, plain, print_warning
+from engine_builder.commands.console import activity, console, plain, print_warning
 
 
 def check_config(
@@ -13,7 +13,7 @@ def check_config(
     store: Annotated[str | None, typer.Option(help="Check against this store instead of the config's.")] = None,
 ) -> None:
     """Check a config.yaml and the release that it names before `truss push`. Exit status 1 if it would not serve."""
-    with console.status(f"Checking {plain(config)}"):
+    with activity(f"Checking {config}"):
         from engine_builder.releases.deployment import check_deployment
 
         check = check_deployment(config, store)

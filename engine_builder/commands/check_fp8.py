@@ -20,11 +20,12 @@ from engine_builder.commands.console import (
     DEFAULT_STORE,
     CacheOption,
     StoreOption,
+    activity,
     console,
     open_cli_store,
     plain,
 )
-from engine_builder.files import check_writable, write_file
+from engine_builder.files import check_folder, make_folder, write_file
 from model.store.precision import FP8, FP32, INT8, Precision
 from model.validation import MAX_GUIDANCE, MAX_STEPS
 
@@ -60,7 +61,7 @@ def check_fp8(
     an earlier check of the same policy and calibration. Exit status 1 if a threshold is not kept. Without --thresholds
     fewer prompts and steps are accepted than `preheat publish` requires, which is then printed.
     """
-    with console.status("Loading PyTorch and the model libraries"):
+    with activity("Loading PyTorch and the model libraries"):
         from engine_builder.backends.aot_inductor.compile import build_target
         from engine_builder.quantization.check import check_quantization, check_target
         from engine_builder.quantization.policy import DEFAULTS, Policy
@@ -86,7 +87,7 @@ def check_fp8(
     listed = read_prompt_file(prompts)[:count]
     limits = Thresholds.read(thresholds) if thresholds else Thresholds.for_check(len(listed), steps)
     if out is not None:
-        check_writable(out / "report.json")
+        check_folder(out, "report.json", "pairs.png")
     base, refiner_checkpoint = find_parts(model, refiner, no_refiner, vae)
     width, height = choose_size(size, base)
     requests = validation_requests(
@@ -115,6 +116,7 @@ def check_fp8(
     for component, layers in check.layers.items():
         console.print(f"{component}: {len(layers)} layers in {quantized.upper()}")
     if out is not None:
+        make_folder(out)
         write_file(out / "report.json", report.model_dump_json(indent=1).encode())
         write_file(out / "pairs.png", pictures)
         console.print(f"[bold]{plain(out.resolve())}[/]  report.json, pairs.png")

@@ -2,11 +2,13 @@
 
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from threading import Timer
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -29,8 +31,12 @@ from engine_builder.stores.store import WritableStore, check_local_folder, open_
 from model.settings import STORE_SETTINGS, read_settings
 from model.store.options import expand_cache_folder
 
+T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
 console = Console(highlight=False, emoji=False)
+progress_console = Console(highlight=False, emoji=False, stderr=True)
+_QUIET_SECONDS = 1.5  # before a command without a terminal writes what it does
+_LINE_SECONDS = 10.0  # between two lines of progress without a terminal
 
 StoreOption = Annotated[
     str,
@@ -49,6 +55,50 @@ SERVERS = ROOT / ".preheat" / "servers"  # contains a folder for each running se
 DEMO_CONFIG = ROOT / "truss" / "configs" / "cpu-demo.yaml"
 
 
+@contextmanager
+def activity(description: str) -> Iterator[None]:
+    """Show on standard error what the command does: a spinner on a terminal, elsewhere a line if it takes long."""
+    if progress_console.is_terminal:
+        with progress_console.status(plain(description)):
+            yield
+        return
+    with notify_later(description):
+        yield
+
+
+@contextmanager
+def notify_later(sentence: str) -> Iterator[Timer]:
+    """Print a line without a terminal if what follows takes long. Yields the timer, which may be cancelled."""
+    timer = Timer(_QUIET_SECONDS, notify, (sentence,))
+    timer.daemon = True
+    if not progress_console.is_terminal:
+        timer.start()
+    try:
+        yield timer
+    finally:
+        timer.cancel()
+
+
+def notify(sentence: str) -> None:
+    """Print a line about the progress of the command on standard error."""
+    progress_console.print(plain(sentence), soft_wrap=True)
+
+
+def tracked(items: Iterable[T], total: int, description: str) -> Iterator[T]:
+    """Yield the items, and show how many were used: a bar on a terminal, elsewhere a line every few seconds."""
+    if progress_console.is_terminal:
+        with Progress(console=progress_console, transient=True) as progress:
+            yield from progress.track(items, total=total, description=plain(description))
+        return
+    written = time.monotonic()
+    with notify_later(f"{description}: {total} in all"):
+        for number, item in enumerate(items):
+            yield item
+            if time.monotonic() - written >= _LINE_SECONDS:
+                written = time.monotonic()
+                notify(f"{description}: {number + 1} of {total}")
+
+
 class Meter:
     """Shows the bytes moved to and from a bucket on a progress bar, while `show` is active."""
 
@@ -64,8 +114,10 @@ class Meter:
     def show(self, description: str) -> Iterator[Callable[[int], None]]:
         """Show the bar. Yields a function that sets the total number of bytes."""
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-            task = progress.add_task(description, total=None)
+        is_terminal = progress_console.is_terminal
+        quiet = nullcontext() if is_terminal else activity(description)
+        with quiet, Progress(*columns, console=progress_console, transient=True, disable=not is_terminal) as progress:
+            task = progress.add_task(plain(description), total=None)
             self._task = (progress, task)
             try:
                 yield lambda total: progress.update(task, total=total)
@@ -77,12 +129,12 @@ meter = Meter()
 
 
 def steps_bar(note: Callable[[], str] = lambda: "", **options: Any) -> Progress:
-    """Return a progress bar that counts steps and shows a note after the time. `options` are those of Progress."""
+    """Return a bar on standard error that counts steps and shows a note after the time. `options`: of Progress."""
     columns = (
         SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
         TimeElapsedColumn(), _Note(note),
     )  # fmt: skip
-    return Progress(*columns, console=console, **options)
+    return Progress(*columns, console=progress_console, **options)
 
 
 class _Note(ProgressColumn):

@@ -9,7 +9,16 @@ from rich.table import Table
 from engine_builder.backends.onnx.opsets import OLD_OPSET, OPSET, OPSETS
 from engine_builder.commands.build_arguments import parse_precision, plan_quantization
 from engine_builder.commands.build_report import progress
-from engine_builder.commands.console import DEFAULT_STORE, CacheOption, StoreOption, console, open_cli_store, plain
+from engine_builder.commands.console import (
+    DEFAULT_STORE,
+    CacheOption,
+    StoreOption,
+    activity,
+    console,
+    open_cli_store,
+    plain,
+)
+from engine_builder.files import check_folder
 from model.store.precision import FP8, FP32
 
 
@@ -39,9 +48,11 @@ def export_onnx(
         raise typer.BadParameter(f"{opset} is not supported; choose {OPSET} or {OLD_OPSET}", param_hint="--opset")
     if chosen == FP8 and opset != OPSET:
         raise typer.BadParameter(f"{opset} has no FP8; choose {OPSET}", param_hint="--opset")
+    if out is not None:
+        check_folder(out)
     if policy is not None and chosen != FP8:
         raise typer.BadParameter("is an option of --precision fp8", param_hint="--policy")
-    with console.status("Loading PyTorch and the model libraries"):
+    with activity("Loading PyTorch and the model libraries"):
         from engine_builder.backends.onnx.graph_store import export_model, write_folder
         from engine_builder.checkpoints.find import find_checkpoints
 

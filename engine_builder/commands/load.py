@@ -22,6 +22,7 @@ from engine_builder.commands.console import (
     SizeOption,
     StepsOption,
     StoreOption,
+    activity,
     console,
     is_number,
     open_cli_store,
@@ -71,14 +72,14 @@ def load(
     def drive(url: str) -> list[Outcome]:
         warm_up = asyncio.run(closed_loop(url, request_of, 2, 2))
         if not warm_up.latencies:
-            raise PreheatError(f"The server generated no image: {warm_up.first_error}.")
+            raise PreheatError(f"The server generated no image: {warm_up.first_error.rstrip('.')}.")
         outcomes = []
         for count in counts:
-            with console.status(f"{count} clients"):
+            with activity(f"{count} clients"):
                 outcomes.append(asyncio.run(closed_loop(url, request_of, count, seconds)))
         capacity = max(outcome.images_per_second for outcome in outcomes)
         for share in _OPEN_LOOP_SHARES:
-            with console.status(f"{share:.0%} of {capacity:.2f} requests/s"):
+            with activity(f"{share:.0%} of {capacity:.2f} requests/s"):
                 outcomes.append(asyncio.run(open_loop(url, request_of, share * capacity, seconds)))
         return outcomes
 
@@ -86,7 +87,7 @@ def load(
         outcomes = drive(url)
     else:
         with demo.serving(ROOT, config, SERVERS, opened_store.url, release) as server:
-            with console.status(f"Starting {plain(release)}"):
+            with activity(f"Starting {release}"):
                 server.wait_ready(600)
             outcomes = drive(server.url)
     table = Table(Column("load", no_wrap=True), "images/s", "p50 s", "p90 s", "p99 s", "200", "429", "other")

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import Progress
 from rich.table import Table
 
 from engine_builder.benchmarks.figure import two_panels
 from engine_builder.benchmarks.rows import read_rows
-from engine_builder.commands.console import console, plain
+from engine_builder.commands.console import console, plain, tracked
 from engine_builder.files import check_writable, write_file
 from engine_builder.replicas.simulation import Autoscaling, Result, Server, candidates, paid_hours, recommend, simulate
 from engine_builder.replicas.traffic import Traffic, read_traffic
@@ -81,10 +80,9 @@ def plan_replicas(
         f"{plain(requests.name)} for {requests.seconds / 3600:g} h; one replica generates at most "
         f"{server.images_per_second:.2f} images/s, {server.capacity} at once, and starts in {cold_start:g} s"
     )
-    results: list[tuple[Autoscaling, Result]] = []
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        for setting in progress.track(candidates(server, requests, max_replica), description="Simulating"):
-            results.append((setting, simulate(requests, server, setting)))
+    settings = candidates(server, requests, max_replica)
+    simulated = ((setting, simulate(requests, server, setting)) for setting in settings)
+    results = list(tracked(simulated, len(settings), "Simulating settings"))
     best = recommend(results, p99)
     table = Table("min", "utilization", "delay s", "p50 s", "p99 s", "refused", "GPU-hours", "most replicas", "")
     for setting, result in sorted(results, key=lambda pair: pair[1].gpu_hours):

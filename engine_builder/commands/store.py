@@ -7,17 +7,18 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
-from rich.progress import Progress
 
 from engine_builder.commands.console import (
     DEFAULT_STORE,
     CacheOption,
     StoreOption,
+    activity,
     console,
     meter,
     open_cli_store,
     plain,
     print_warning,
+    tracked,
 )
 from engine_builder.stores.store import WritableStore
 from model.errors import AdapterError, CorruptBlob, ManifestError, StoreError, UntrustedRelease
@@ -80,7 +81,8 @@ def run_publish(
 
     thresholds = Thresholds.read(threshold_file) if threshold_file else None
     private_key = read_key(key_file) if key_file else None
-    manifest, is_new = publish_drafts(store, name, private_key, thresholds, accept, without_fp8)
+    with activity(f"Publishing {name}"):
+        manifest, is_new = publish_drafts(store, name, private_key, thresholds, accept, without_fp8)
     _print_accepted(manifest)
     size = total_bytes(manifest)
     result = "Published" if is_new else "Unchanged since"
@@ -118,7 +120,8 @@ def add_lora(
 
     private_key = read_key(sign) if sign else None
     opened_store = open_cli_store(store, cache_dir)
-    record, fitting, is_new = add_adapter(opened_store, name, path, release, private_key, print_warning)
+    with activity(f"Adding {path}"):
+        record, fitting, is_new = add_adapter(opened_store, name, path, release, private_key, print_warning)
     console.print(
         f"{'Added' if is_new else 'Unchanged:'} [bold]{plain(name)}[/], {plain(_describe_adapter(record))}. "
         f"It fits {plain(fitting)}.",
@@ -139,7 +142,8 @@ def add_embedding(
 
     private_key = read_key(sign) if sign else None
     files = parse_embeddings(embeddings)
-    manifest = add_embeddings(open_cli_store(store, cache_dir), release, files, private_key)
+    with activity(f"Adding {', '.join(files)}"):
+        manifest = add_embeddings(open_cli_store(store, cache_dir), release, files, private_key)
     console.print(f"Published [bold]{plain(manifest.name)}[/] with {plain(', '.join(files))}.", soft_wrap=True)
 
 
@@ -157,9 +161,10 @@ def releases(
     if validation is not None:
         _show_validation(opened_store, validation, out)
         return
-    names, adapter_names = opened_store.releases(), opened_store.adapters()
-    manifests = _read_each(opened_store.read_release, names)
-    adapters = _read_each(opened_store.read_adapter, adapter_names)
+    with activity(f"Reading {opened_store.url}"):
+        names, adapter_names = opened_store.releases(), opened_store.adapters()
+        manifests = _read_each(opened_store.read_release, names)
+        adapters = _read_each(opened_store.read_adapter, adapter_names)
     for manifest in manifests:
         # soft_wrap: the terminal wraps the lines. Names must not be cut off, because people copy them.
         size = f"{len(manifest.components)} components, {total_bytes(manifest) / 2**20:.0f} MiB"
@@ -184,7 +189,7 @@ def releases(
 
 def _show_validation(store: Store, name: str, out: Path | None) -> None:
     """Print the report of a release's validation, and write its files into a folder."""
-    from engine_builder.files import check_writable, write_file
+    from engine_builder.files import check_folder, make_folder, write_file
     from engine_builder.quantization.validation.report import describe
     from engine_builder.quantization.validation.stored import read_report
 
@@ -194,12 +199,12 @@ def _show_validation(store: Store, name: str, out: Path | None) -> None:
         return
     files = {"report.json": manifest.validation.report, "pairs.png": manifest.validation.pictures}
     if out is not None:
-        for file in files:
-            check_writable(out / file)
+        check_folder(out, *files)
     report = read_report(store, manifest.validation.report)
     console.print(describe(report))
     _print_accepted(manifest)
     if out is not None:
+        make_folder(out)
         for file, blob in files.items():
             write_file(out / file, store.get(blob.sha256, blob.bytes).read_bytes())
         console.print(f"[bold]{plain(out.resolve())}[/]  {', '.join(files)}", soft_wrap=True)
@@ -252,13 +257,16 @@ def verify(
     damaged, unreadable, or not signed by --public-key, or if the store is empty."""
     keys = parse_public_keys(public_key)
     opened_store = open_cli_store(store, must_exist=True)
-    names = [name] if name else [*opened_store.releases(), *opened_store.adapters()]
+    with activity(f"Reading {opened_store.url}"):
+        names = [name] if name else [*opened_store.releases(), *opened_store.adapters()]
+        release_names = [name for name in names if _is_release(name)]
+        adapter_names = [name for name in names if not _is_release(name)]
+        manifests = _read_each(opened_store.read_release, release_names, bool(name))
+        adapters = _read_each(opened_store.read_adapter, adapter_names, bool(name))
     if not names:
         raise StoreError(
             f"{opened_store.url} has no release and no adapter.", "Check --store and the variable PREHEAT_STORE."
         )
-    manifests = _read_each(opened_store.read_release, [name for name in names if _is_release(name)], bool(name))
-    adapters = _read_each(opened_store.read_adapter, [name for name in names if not _is_release(name)], bool(name))
     blobs = {digest: blob for manifest in manifests for digest, blob in manifest.blobs().items()}
     blobs |= {blob.sha256: blob for record in adapters for blob in record.blobs}
     untrusted = 0
@@ -279,10 +287,9 @@ def verify(
             return str(error)
         return None
 
-    with Progress(console=console, transient=True) as progress, ThreadPoolExecutor(4) as pool:
-        damaged = []
-        for message in progress.track(pool.map(check, blobs.values()), total=len(blobs), description="Hashing"):
-            damaged += [message] if message else []
+    with ThreadPoolExecutor(4) as pool:
+        checked = tracked(pool.map(check, blobs.values()), len(blobs), "Hashing blobs")
+        damaged = [message for message in checked if message]
     for message in damaged:
         console.print(f"[red]damaged[/] {plain(message)}")
     kinds = [(len(manifests), "release"), (len(adapters), "adapter")]
@@ -306,7 +313,7 @@ def copy(
         raise typer.BadParameter(f"both stores are {stores[0].url}", param_hint="--from and --store")
     transfers = sum(store.url.startswith("s3:") for store in stores)  # of every byte, which the meter counts
     began = time.perf_counter()
-    with meter.show(f"Copying {plain(name)}") as set_total:
+    with meter.show(f"Copying {name}") as set_total:
         if _is_release(name):
             manifest, is_new = copy_release(
                 *stores, name, lambda manifest: set_total(transfers * total_bytes(manifest))
@@ -346,7 +353,7 @@ def gc(
     from engine_builder.releases.gc import delete_garbage, find_garbage, read_age
 
     opened_store = open_cli_store(store, must_exist=True)
-    with console.status(f"Reading {plain(opened_store.url)}"):
+    with activity(f"Reading {opened_store.url}"):
         garbage = find_garbage(opened_store, read_age(older_than))
     for digest, size in sorted(garbage.blobs.items(), key=lambda entry: -entry[1]):
         console.print(f"{digest}  {size / 2**20:10.2f} MiB")
@@ -355,5 +362,6 @@ def gc(
     if not delete:
         console.print(f"{unnamed} ({others}). Nothing was deleted: add --delete.")
         return
-    freed = delete_garbage(opened_store, garbage)
+    with activity(f"Deleting {len(garbage.blobs)} blobs"):
+        freed = delete_garbage(opened_store, garbage)
     console.print(f"{unnamed} ({others}); {freed / 2**20:.1f} MiB freed in {plain(opened_store.url)}.")

@@ -10,8 +10,16 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from engine_builder.commands.console import DEFAULT_STORE, CacheOption, StoreOption, console, open_cli_store, plain
-from engine_builder.files import check_writable, read_file, write_file
+from engine_builder.commands.console import (
+    DEFAULT_STORE,
+    CacheOption,
+    StoreOption,
+    activity,
+    console,
+    open_cli_store,
+    plain,
+)
+from engine_builder.files import check_folder, check_writable, read_file, write_file
 from engine_builder.local_server.client import CallFailed
 from engine_builder.triton_repository import client, export
 from engine_builder.triton_repository.loop_model import GENERATE_LOOP, loop_model
@@ -43,13 +51,15 @@ def export_triton(
 ) -> None:
     """Write a model repository for Triton Inference Server. Weights and engines are linked, not copied."""
     opened = open_cli_store(store, cache_dir)
+    check_folder(out)
     manifests = export.read_releases(opened, releases)
     if unrolled:
         models = unrolled_repository(manifests, steps)
     else:
         loop = loop_model(any(engine.signature.extra_channels for m in manifests.values() for engine in m.engines))
         models = [{version: (loop, list(manifest.blobs().values())) for version, manifest in manifests.items()}]
-    export.write_repository(opened, manifests, models, out)
+    with activity(f"Checking the blobs of {', '.join(releases)}"):
+        export.write_repository(opened, manifests, models, out)
     names = [next(iter(versions.values()))[0].name for versions in models]
     console.print(f"Wrote {plain(', '.join(names))} of {plain(', '.join(releases))} to {plain(out)}")
 

@@ -6,18 +6,22 @@ of a response. An image's bytes give its format, and so its suffix.
 
 import base64
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
-from urllib.parse import urlsplit
 
 import httpx
 
+from engine_builder.error_text import cause_of
 from engine_builder.files import check_writable, write_file
+from engine_builder.local_server.endpoint import BASETEN_KEY_VARIABLE, KEY_VARIABLE, Endpoint, parse_endpoint
 from model.errors import PreheatError
 
 MAX_TIMEOUT_SECONDS = 86_400
-_JSON = {"Content-Type": "application/json"}
+_CONNECT_SECONDS = 30.0
+_START_POLL_SECONDS = 5.0  # between two requests to a model that is starting
+_STARTING = (503, 502, 504)  # answered for a model that is starting: by its server, or by the platform in front of it
 _MAX_CHECKED_PATHS = 64  # no server returns more images
 _PIPE_REMEDY = "Pipe the whole output of `truss predict` into `preheat save`."
 
@@ -31,41 +35,83 @@ class CallFailed(PreheatError):
 
 
 def generate(
-    url: str, request: dict[str, Any], timeout: float, progress: Callable[[dict[str, Any]], None] | None = None
+    server: str | Endpoint,
+    request: dict[str, Any],
+    timeout: float,
+    progress: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
-    """Send `request` to the server at `url` (without a path) and return its response. Raises CallFailed.
+    """Send `request` to a server (a URL needs no key) and return its response. Raises CallFailed or BadEndpoint.
 
     With `progress` the answer is streamed: `progress` is called with each event (see `model.api.service`), and the
-    response is assembled from them. `timeout` in seconds is then the longest time between two events.
+    response is assembled from them. `timeout` in seconds is then the longest time between two events. A model that is
+    not ready is asked again within `timeout`, each time after the event "starting" with its `reason`.
     """
     if not 0 < timeout <= MAX_TIMEOUT_SECONDS:  # also refuses NaN
         raise CallFailed(f"A timeout of {timeout:g} s is not possible.", remedy=f"Wait 1 to {MAX_TIMEOUT_SECONDS} s.")
     body = _encode(request if progress is None else request | {"stream": True})
+    endpoint = parse_endpoint(server, variables={}) if isinstance(server, str) else server
     try:
-        is_local = urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
-    except ValueError as error:
-        raise _invalid_url(url, error) from error
-    address = f"{url.rstrip('/')}/v1/models/model:predict"
+        return _send(endpoint, body, timeout, progress)
+    except CallFailed as error:
+        raise CallFailed(endpoint.hide_key(error.args[0]), error.status, error.remedy) from None
+
+
+def _send(
+    endpoint: Endpoint, body: bytes, timeout: float, progress: Callable[[dict[str, Any]], None] | None
+) -> dict[str, Any]:
+    url, deadline = endpoint.url, time.monotonic() + timeout
+    timeouts = httpx.Timeout(timeout, connect=min(timeout, _CONNECT_SECONDS))
     try:
         # A proxy from the environment cannot reach this machine's loopback address.
-        with httpx.Client(trust_env=not is_local, timeout=timeout) as client:
-            if progress is None:
-                return _read_response(url, client.post(address, content=body, headers=_JSON))
-            with client.stream("POST", address, content=body, headers=_JSON) as answer:
-                if not answer.is_success:
+        with httpx.Client(trust_env=not endpoint.is_local, timeout=timeouts, headers=endpoint.headers) as client:
+            while True:
+                with client.stream("POST", endpoint.predict_url, content=body) as answer:
+                    if answer.is_success and progress is not None:
+                        return _assemble_response(url, answer.iter_lines(), progress)
                     answer.read()
-                    return _read_response(url, answer)
-                return _assemble_response(url, answer.iter_lines(), progress)
+                    wait = _seconds_until_ready(endpoint, answer)
+                    if wait is None or time.monotonic() + wait >= deadline:
+                        return _read_response(endpoint, answer)
+                if progress is not None:
+                    progress({"event": "starting", "reason": f"{answer.status_code} {answer.reason_phrase}".strip()})
+                time.sleep(wait)
+    except httpx.ConnectTimeout as error:
+        raise _unreachable(endpoint, "no connection in time") from error
     except httpx.TimeoutException as error:
-        raise CallFailed(f"{url} gave no answer within {timeout:g} s.") from error
-    except (httpx.InvalidURL, UnicodeError) as error:
-        raise _invalid_url(url, error) from error
+        raise CallFailed(
+            f"{url} gave no answer within {timeout:g} s.",
+            remedy="Give a longer --timeout: a model that has scaled to zero takes minutes to start."
+            if endpoint.is_deployed
+            else "Give a longer --timeout, or read the server's log.",
+        ) from error
     except httpx.RequestError as error:
-        raise CallFailed(f"{url} cannot be reached: {error}.", remedy="Start a server with `preheat serve`.") from error
+        raise _unreachable(endpoint, cause_of(error)) from error
 
 
-def _invalid_url(url: str, error: Exception) -> CallFailed:
-    return CallFailed(f"{url!r} is not the URL of a server: {error}.", remedy="Give one like http://127.0.0.1:8080.")
+def _unreachable(endpoint: Endpoint, cause: str) -> CallFailed:
+    return CallFailed(
+        f"{endpoint.url} cannot be reached: {cause}.",
+        remedy="Start a server with `preheat serve`, or name a running one with --url."
+        if endpoint.is_local
+        else "Check the URL, and that this machine can reach that host.",
+    )
+
+
+def _seconds_until_ready(endpoint: Endpoint, answer: httpx.Response) -> float | None:
+    """Return the seconds to wait for a model that is starting, or None for any other answer.
+
+    Truss and its platform answer for such a model. A server of Preheat states a `kind`, and is not asked again.
+    """
+    if answer.status_code not in (_STARTING if endpoint.is_deployed else _STARTING[:1]):
+        return None
+    try:
+        content = answer.json()
+    except (ValueError, RecursionError):
+        content = None
+    if isinstance(content, dict) and "kind" in content:
+        return None
+    seconds = answer.headers.get("Retry-After", "")
+    return int(seconds) if seconds.isdecimal() and len(seconds) < 4 else _START_POLL_SECONDS
 
 
 def _encode(request: dict[str, Any]) -> bytes:
@@ -81,16 +127,39 @@ def _encode(request: dict[str, Any]) -> bytes:
     return json.dumps(request, ensure_ascii=False).encode()
 
 
-def _read_response(url: str, answer: httpx.Response) -> dict[str, Any]:
+def _read_response(endpoint: Endpoint, answer: httpx.Response) -> dict[str, Any]:
     try:
         response = answer.json()
     except (ValueError, RecursionError):
-        response = {"error": answer.text.strip()[:500]}
+        response = {"error": " ".join(answer.text.split())[:500] or answer.reason_phrase}
+    if answer.is_redirect:
+        raise CallFailed(
+            f"{endpoint.url} redirects to {answer.headers.get('Location')}.", answer.status_code, "Give that URL."
+        )
     if not answer.is_success:
-        raise CallFailed(f"{answer.status_code}: {_error_text(response)}", answer.status_code)
+        text = f"{answer.status_code}: {_error_text(response)}".rstrip(".")
+        raise CallFailed(f"{text}.", answer.status_code, _remedy(endpoint, answer))
     if not isinstance(response, dict):
-        raise CallFailed(f"{url} answered with {type(response).__name__}, not an object.", answer.status_code)
+        raise CallFailed(f"{endpoint.url} answered with {type(response).__name__}, not an object.", answer.status_code)
     return response
+
+
+def _remedy(endpoint: Endpoint, answer: httpx.Response) -> str:
+    variable = f"{BASETEN_KEY_VARIABLE} or {KEY_VARIABLE}" if endpoint.is_deployed else KEY_VARIABLE
+    match answer.status_code:
+        case 401 | 403:
+            return (
+                f"Check the key in {variable}." if endpoint.key else f"Set the variable {variable}, or give --api-key."
+            )
+        case 404 | 405 if "error" not in answer.text:
+            return f"{endpoint.predict_url} is not the `predict` of a model: check the URL."
+        case 404:
+            return "Check the URL, and which deployment it names." if endpoint.is_deployed else ""
+        case 502 | 503 | 504 if _seconds_until_ready(endpoint, answer) is not None:
+            return "The model was not ready in time. Give a longer --timeout, or read the server's log."
+        case 429 if seconds := answer.headers.get("Retry-After"):
+            return f"Try again in {seconds} s."
+    return ""
 
 
 def _assemble_response(url: str, lines: Iterator[str], progress: Callable[[dict[str, Any]], None]) -> dict[str, Any]:

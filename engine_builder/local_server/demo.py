@@ -9,8 +9,9 @@ from pathlib import Path
 
 import httpx
 
+from engine_builder.error_text import cause_of
 from engine_builder.local_server.client import CallFailed
-from engine_builder.local_server.server import Server, build_context, check_config, lay_out
+from engine_builder.local_server.server import Server, build_context, check_config, lay_out, listen
 from engine_builder.local_server.server_folder import server_folder
 
 
@@ -30,6 +31,7 @@ def serving(
     copied to the file `kept_log`, and the folder is deleted. Raises ConfigError, ServerFailed or FolderFailed.
     """
     check_config(config)  # before the folder is made, so that a refused config leaves none
+    listen(port or 0).close()  # a port that is taken is refused at once
     with server_folder(work) as folder:
         layout = lay_out(build_context(root, config, folder.path), folder.path / "image")
         environment = {"PREHEAT_STORE": store, "PREHEAT_RELEASE": release}
@@ -50,6 +52,6 @@ def cold_start_phases(url: str) -> dict[str, float]:
     try:
         text = httpx.get(f"{url}/metrics/", trust_env=False, timeout=10).text
     except httpx.TransportError as error:
-        raise CallFailed(f"{url}/metrics/ cannot be read: {error}.") from error
+        raise CallFailed(f"{url}/metrics/ cannot be read: {cause_of(error)}.") from error
     matches = re.findall(r'^preheat_cold_start_seconds\{phase="([a-z0-9_]+)"\} ([0-9.e+-]+)$', text, re.MULTILINE)
     return {phase: float(seconds) for phase, seconds in matches}

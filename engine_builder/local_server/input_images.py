@@ -1,6 +1,7 @@
 """Read image files for the fields `image`, `masks`, `controls` and `ip_adapters` of a request."""
 
 import base64
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,33 +26,24 @@ def read_image_file(path: Path) -> str:
     return base64.b64encode(data).decode()
 
 
-def masks_of(paths: list[Path], prompts: list[str], feather: float) -> list[dict[str, Any]]:
-    """Return the field `masks` of a request. `prompts`: one for each file, or none for the request's own prompt.
+def masks_of(paths: list[Path], feather: float, given: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Return the field `masks` of a request. `given`: values of each further field, see `_spread`.
 
-    Raises CallFailed for another number of prompts, and for files that cannot be read.
+    Raises CallFailed for another number of values, and for files that cannot be read.
     """
-    if prompts and len(prompts) != len(paths):
-        raise CallFailed(
-            f"{len(prompts)} prompts were given for {len(paths)} masks.",
-            remedy="Give one --mask-prompt for each --mask, in the same order, or none.",
-        )
     masks: list[dict[str, Any]] = [{"image": read_image_file(path), "feather": feather} for path in paths]
-    for mask, prompt in zip(masks, prompts, strict=False):
-        mask["prompt"] = prompt
+    _spread(masks, "mask", given)
     return masks
 
 
-def controls_of(texts: list[str], scales: list[float], canny: bool) -> list[dict[str, Any]]:
-    """Return the field `controls` of a request, from "NAME=FILE" and, for each or none, a scale.
+def controls_of(texts: list[str], canny: bool, given: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Return the field `controls` of a request, from "NAME=FILE". `given`: as for `masks_of`.
 
     `canny`: the files are pictures whose edges are used. Raises CallFailed for a text without a name or file, another
-    number of scales, and for files that cannot be read.
+    number of values, and for files that cannot be read.
     """
-    if (scales and len(scales) != len(texts)) or (canny and not texts):
-        raise CallFailed(
-            f"{len(scales)} scales were given for {len(texts)} ControlNets." if scales else "--canny needs --control.",
-            remedy="Give --control NAME=FILE, and one --control-scale for each in the same order, or none.",
-        )
+    if canny and not texts:
+        raise CallFailed("--canny needs --control.", remedy="Give --control NAME=FILE.")
     controls: list[dict[str, Any]] = []
     for text in texts:
         name, _, path = text.partition("=")
@@ -60,9 +52,21 @@ def controls_of(texts: list[str], scales: list[float], canny: bool) -> list[dict
         controls.append({"name": name, "image": read_image_file(Path(path))})
         if canny:
             controls[-1]["preprocess"] = "canny"
-    for control, scale in zip(controls, scales, strict=False):
-        control["scale"] = scale
+    _spread(controls, "control", given)
     return controls
+
+
+def _spread(entries: list[dict[str, Any]], option: str, given: Mapping[str, Sequence[Any]]) -> None:
+    """Set fields of the entries of --`option`. `given`: field -> a value for each entry in order, or no values."""
+    for field, values in given.items():
+        if values and len(values) != len(entries):
+            own = f"--{option}-{field.replace('_', '-')}"
+            raise CallFailed(
+                f"{own} was given {len(values)} times for {len(entries)} of --{option}.",
+                remedy=f"Give one {own} for each --{option}, in the same order, or none.",
+            )
+        for entry, value in zip(entries, values, strict=False):
+            entry[field] = value
 
 
 def ip_adapters_of(texts: list[str]) -> list[dict[str, Any]]:

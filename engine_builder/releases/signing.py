@@ -8,7 +8,7 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 
-from engine_builder.files import read_file
+from engine_builder.files import check_writable, read_file
 from model.errors import PreheatError
 from model.store.adapter_record import AdapterRecord
 from model.store.manifest import Manifest, ReleaseSignature
@@ -25,12 +25,13 @@ class BadKey(PreheatError):
 def write_key(path: Path) -> PublicKey:
     """Write a new private key to a new file that only its owner may read (PEM, PKCS #8). Returns the public key.
 
-    Raises BadKey, also if the file exists.
+    Raises BadKey, also if the file exists, or NotWritable.
     """
     key = Ed25519PrivateKey.generate()
     data = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    if not path.exists():
+        check_writable(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         # Created with its mode, so that no other user can have opened it before.
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:

@@ -8,17 +8,19 @@ import importlib
 import json
 import queue
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import httpx
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_builder.error_text import cause_of
 from engine_builder.local_server.client import MAX_TIMEOUT_SECONDS, CallFailed
 from engine_builder.triton_repository.loop_model import EVENT, FILE, GENERATE_LOOP, REQUEST
 
 Protocol = Literal["http", "grpc"]
+_START = "Start Triton with a repository of `preheat export-triton` (docs/triton.md), or name it with --address."
 INSTALL = "Install the client: `pip install 'preheat[triton]'`."
 Event = dict[str, Any]
 _DATATYPES = {"uint8": "UINT8", "int32": "INT32", "int64": "INT64", "float32": "FP32"}
@@ -105,7 +107,7 @@ def _infer_http(
         lengths = {"Inference-Header-Content-Length": str(len(header))}
         answer = httpx.post(url, content=content, headers=lengths, timeout=timeout, trust_env=False)
         if not answer.is_success:
-            raise CallFailed(f"{address} refused the request: {answer.json()['error']}", answer.status_code)
+            raise _refused(address, answer.json()["error"], answer.status_code)
         length = int(answer.headers["Inference-Header-Content-Length"])
         [image] = json.loads(answer.content[:length])["outputs"]
         pixels = np.frombuffer(answer.content[length:], np.uint8).reshape(image["shape"])
@@ -124,7 +126,7 @@ def _infer_grpc(
         with grpc.InferenceServerClient(address) as client:
             result = client.infer(model, inputs, version, client_timeout=timeout)
     except grpc.InferenceServerException as error:
-        raise CallFailed(f"{address} refused the request: {error.message()}") from error
+        raise _grpc_failure(address, error) from error
     pixels: NDArray[np.uint8] = result.as_numpy("image")[0]
     return pixels
 
@@ -134,19 +136,34 @@ def _http_errors(address: str) -> Iterator[None]:
     """Raise CallFailed in place of the errors of a call, and of an answer in another form than Triton's."""
     try:
         yield
-    except httpx.InvalidURL as error:
-        raise CallFailed(f"{address!r} is not an address: {error}.", remedy="Give HOST:PORT.") from error
+    except (httpx.InvalidURL, UnicodeError) as error:
+        raise CallFailed(f"{address!r} is not an address: {cause_of(error)}.", remedy="Give HOST:PORT.") from error
+    except httpx.TimeoutException as error:
+        raise CallFailed(f"{address} gave no answer in time.", remedy="Give a longer --timeout.") from error
     except httpx.HTTPError as error:
-        raise CallFailed(f"{address} gave no answer: {error or type(error).__name__}.") from error
+        raise CallFailed(f"{address} cannot be reached: {cause_of(error)}.", remedy=_START) from error
     except (ValueError, KeyError, TypeError) as error:
         raise CallFailed(f"{address} answered in another form than Triton's.") from error
+
+
+def _refused(address: str, reason: object, status: int | None = None) -> CallFailed:
+    return CallFailed(f"{address} refused the request: {str(reason).rstrip('.')}.", status)
+
+
+def _grpc_failure(address: str, error: Any) -> CallFailed:
+    """Return the error of a call over gRPC: of a server that does not answer, or that refused the request."""
+    if "UNAVAILABLE" in str(error.status()):
+        return CallFailed(f"{address} cannot be reached over gRPC.", remedy=_START)
+    if "DEADLINE_EXCEEDED" in str(error.status()):
+        return CallFailed(f"{address} gave no answer in time.", remedy="Give a longer --timeout.")
+    return _refused(address, error.message())
 
 
 def _import_grpc() -> Any:
     try:
         return importlib.import_module("tritonclient.grpc")
     except ImportError as error:
-        raise CallFailed(f"gRPC needs the package tritonclient ({error}).", remedy=INSTALL) from error
+        raise CallFailed(f"gRPC needs the package tritonclient ({cause_of(error)}).", remedy=INSTALL) from error
 
 
 def _call_http(
@@ -158,7 +175,7 @@ def _call_http(
         answer = httpx.post(url, json={REQUEST: list(body)}, timeout=timeout, trust_env=False)
         values = answer.json()
         if not answer.is_success:
-            raise CallFailed(f"{address} refused the request: {values['error']}", answer.status_code)
+            raise _refused(address, values["error"], answer.status_code)
         return [(json.loads(bytes(values[EVENT])), bytes(values[FILE]))]
 
 
@@ -178,7 +195,7 @@ def _call_grpc(
         while True:
             result, failure = answers.get(timeout=timeout)
             if failure is not None:
-                raise CallFailed(f"{address} refused the request: {failure.message()}")
+                raise _grpc_failure(address, failure)
             if (file := result.as_numpy(FILE)) is not None:
                 event = json.loads(bytes(result.as_numpy(EVENT)))
                 if event["event"] == "image":
@@ -189,8 +206,14 @@ def _call_grpc(
                 return images
     except queue.Empty as error:
         raise CallFailed(f"{address} gave no answer within {timeout:g} s.") from error
-    except (grpc.InferenceServerException, ValueError) as error:
-        raise CallFailed(f"{address} cannot be called: {error}.") from error
+    except grpc.InferenceServerException as error:
+        # A stream that broke states only that. The callback has received why.
+        with suppress(queue.Empty):
+            _, failure = answers.get(timeout=1)
+            raise _grpc_failure(address, failure or error) from error
+        raise _grpc_failure(address, error) from error
+    except ValueError as error:
+        raise CallFailed(f"{address} cannot be called: {cause_of(error)}.", remedy=_START) from error
     finally:
         if client is not None:
             client.stop_stream(cancel_requests=True)

@@ -15,6 +15,8 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from engine_builder.error_text import cause_of
+from engine_builder.files import check_folder
 from engine_builder.stores.writing import checked_json
 from engine_builder.triton_repository.config import TritonModel, config_text
 from model.errors import PreheatError
@@ -58,22 +60,22 @@ def read_releases(store: Store, names: Sequence[str]) -> dict[int, Manifest]:
 def write_repository(store: Store, releases: Mapping[int, Manifest], models: Iterable[Versions], out: Path) -> None:
     """Write a repository into the new folder `out`. A crash leaves no folder of that name.
 
-    store: holds the blobs. releases: by version. Raises RepositoryError, CorruptBlob or StoreError.
+    store: holds the blobs. releases: by version. Raises RepositoryError, NotWritable, CorruptBlob or StoreError.
     """
     if out.exists() or out.is_symlink():
         raise RepositoryError(f"{out} exists already.", "Choose a new folder.")
+    check_folder(out)
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     except (OSError, ValueError) as error:
-        raise RepositoryError(f"{out} cannot be written: {error}.", "Choose another folder.") from error
+        raise RepositoryError(f"{out} cannot be written: {cause_of(error)}.", "Choose another folder.") from error
     try:
         for versions in models:
             _write_model(store, releases, versions, temporary)
         temporary.chmod(0o755)
         temporary.rename(out)
     except OSError as error:
-        raise RepositoryError(f"{out} cannot be written: {error}.", "Choose another folder.") from error
+        raise RepositoryError(f"{out} cannot be written: {cause_of(error)}.", "Choose another folder.") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -19,6 +19,7 @@ from engine_builder.backends.onnx.opsets import OPSET
 from engine_builder.building.validate import InaccurateEngine, rounding_errors
 from engine_builder.building.weights import write_weights
 from engine_builder.checkpoints.folder import Checkpoint
+from engine_builder.files import make_folder
 from engine_builder.networks.check import check_model
 from engine_builder.networks.network import ModuleReader, Network, load_network
 from engine_builder.quantization.plan import Quantization
@@ -164,10 +165,10 @@ def _error(reference: torch.Tensor, output: torch.Tensor, precision: Precision) 
 def write_folder(store: Store, exported: list[ExportedComponent], folder: Path) -> list[Path]:
     """Write each graph to `folder`/<component>.onnx, and the weights that they share to `folder`/weights.
 
-    Raises CompileError or StoreError.
+    Raises CompileError, StoreError or NotWritable.
     """
     written = []
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     for component in exported:
         weights = [store.get(blob.sha256, blob.bytes) for blob in component.weights.blobs]
         graph = read_graph(store, component.built)
