@@ -1,8 +1,11 @@
 """`preheat gateway` and `playground`: OpenAI's Images API and a page in front of Preheat's servers."""
 
+import importlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import httpx
 import typer
 
 from engine_builder.commands.build import run_build
@@ -13,21 +16,29 @@ from engine_builder.commands.console import (
     ROOT,
     SERVERS,
     StoreOption,
+    activity,
     console,
     open_cli_store,
     plain,
+    print_warning,
 )
 from engine_builder.commands.store import run_publish
+from engine_builder.error_text import cause_of
 from engine_builder.local_server import demo
 from model.errors import PreheatError
 
+DEFAULT_BACKEND = "http://127.0.0.1:8080"
+_STATE_SECONDS = 2.0  # in which a server must state whether it is ready
 PortOption = Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")]
 
 
 def gateway(
     backend: Annotated[
         list[str] | None,
-        typer.Option(help="A server without a path, or the URL of a deployed model's predict; repeatable."),
+        typer.Option(
+            show_default=DEFAULT_BACKEND,
+            help="A server without a path, or the URL of a deployed model's predict; repeatable.",
+        ),
     ] = None,
     key_file: Annotated[
         Path | None, typer.Option(help="File of API keys, one NAME KEY [IMAGES_PER_MINUTE] on each line.")
@@ -41,7 +52,7 @@ def gateway(
     port: PortOption = 8090,
 ) -> None:
     """Serve OpenAI's Images API and the playground page until interrupted."""
-    _run(backend or ["http://127.0.0.1:8080"], key_file, host, port, history)
+    _run(backend or [DEFAULT_BACKEND], key_file, host, port, history)
 
 
 def playground(
@@ -50,25 +61,52 @@ def playground(
     model: Annotated[Path, typer.Option(help="Folder of the model.")] = ROOT / "data" / "tiny-sdxl",
 ) -> None:
     """Build and publish the demo model, start its server, and serve the playground page until interrupted."""
+    _import_serve().listen("127.0.0.1", port).close()  # before the build, which takes minutes
     opened_store = open_cli_store(store)
     manifest = run_publish(opened_store, run_build(opened_store, parse_plan(str(model), with_refiner=False)).model)
     with demo.serving(ROOT, DEMO_CONFIG, SERVERS, opened_store.url, manifest.name) as server:
-        with console.status("Starting the Truss server"):
+        with activity("Starting the Truss server"):
             server.wait_ready(300)
         _run([server.url], None, "127.0.0.1", port)
 
 
 def _run(backends: list[str], key_file: Path | None, host: str, port: int, history: Path | None = None) -> None:
+    serve = _import_serve()
+    prepared = serve.prepare(backends, key_file, host, port, history)
+    with activity("Asking the backends whether they are ready"), ThreadPoolExecutor() as threads:
+        states = list(threads.map(_describe_state, prepared.backends.all))
+    for problem, sentence in states:
+        print_warning(sentence) if problem else console.print(plain(sentence), soft_wrap=True)
+    console.print(f"Playground at http://{plain(host)}:{port}/, OpenAI's API at http://{plain(host)}:{port}/v1")
     try:
-        from engine_builder.gateway.serve import prepare, run
+        serve.run(prepared)
+    except KeyboardInterrupt:
+        console.print("Stopping")
+
+
+def _import_serve() -> Any:
+    try:
+        return importlib.import_module("engine_builder.gateway.serve")
     except ImportError as error:
         raise PreheatError(
             f"{error.name} is not installed.", "Install the extra: pip install 'preheat[gateway]'."
         ) from error
 
-    prepared = prepare(backends, key_file, host, port, history)
-    console.print(f"Playground at http://{plain(host)}:{port}/, OpenAI's API at http://{plain(host)}:{port}/v1")
+
+def _describe_state(backend: Any) -> tuple[bool, str]:
+    """Return True for a backend that cannot be used now, and a sentence on its state."""
+    if backend.health_url is None and not backend.headers:
+        return True, f"Backend {backend.name} gets no API key: the variable PREHEAT_BACKEND_API_KEY is not set."
+    if backend.health_url is None:
+        return False, f"Backend {backend.name} is a deployed model, which is not asked: that would start a replica."
     try:
-        run(prepared)
-    except KeyboardInterrupt:
-        console.print("Stopping")
+        answer = httpx.get(backend.health_url, timeout=_STATE_SECONDS, trust_env=not backend.is_loopback)
+    except httpx.HTTPError as error:
+        cause = "no answer" if isinstance(error, httpx.TimeoutException) else cause_of(error)
+        fix = "Start it with `preheat serve`" if backend.is_loopback else "Check its URL"
+        return True, f"Backend {backend.name} does not answer: {cause}. {fix}; it is asked again every few seconds."
+    if answer.status_code == 200:
+        return False, f"Backend {backend.name} is ready."
+    if answer.status_code == 503:
+        return True, f"Backend {backend.name} is not ready yet (status 503); it is asked again every few seconds."
+    return True, f"Backend {backend.name} answers with status {answer.status_code}, not as a server of Preheat."

@@ -20,10 +20,11 @@ _GRACE_SECONDS = 10  # for requests in flight when the gateway ends
 
 @dataclass(frozen=True)
 class Prepared:
-    """A configured server, and the socket that it listens on."""
+    """A configured server, the socket that it listens on, and the servers behind it."""
 
     server: uvicorn.Server
     listener: socket.socket
+    backends: Backends
 
 
 def prepare(
@@ -37,7 +38,7 @@ def prepare(
             f"Without keys the gateway listens on 127.0.0.1 only, not on {host[:80]!r}.", "Give it keys: --key-file."
         )
     servers = Backends(parsed)
-    listener = _listen(host, port)
+    listener = listen(host, port)
     try:
         history = None if history_file is None else History(history_file)
     except PreheatError:
@@ -51,7 +52,7 @@ def prepare(
         timeout_graceful_shutdown=_GRACE_SECONDS,
         server_header=False,
     )
-    return Prepared(uvicorn.Server(config), listener)
+    return Prepared(uvicorn.Server(config), listener, servers)
 
 
 def run(prepared: Prepared) -> None:
@@ -59,7 +60,8 @@ def run(prepared: Prepared) -> None:
     prepared.server.run(sockets=[prepared.listener])
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on a port. Raises GatewayConfigError."""
     try:
         (family, _, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         listener = socket.socket(family)

@@ -160,7 +160,7 @@ class Server:
         if self._process is not None:
             raise ServerFailed("The server was started already.", "Stop it first.")
         # The process inherits the listening socket, so no other server can take the port meanwhile.
-        with _listen(self.port) as listener:
+        with listen(self.port) as listener:
             self.port = listener.getsockname()[1]
             self._start(listener.fileno())
         return self
@@ -289,7 +289,7 @@ def _import_path(layout: Layout) -> str:
     return os.pathsep.join([str(layout.app), *entries, str(layout.packages)])
 
 
-def _listen(port: int) -> socket.socket:
+def listen(port: int) -> socket.socket:
     """Listen on a port of 127.0.0.1, or on any free one for 0. Raises ServerFailed."""
     listener = socket.socket()
     try:
