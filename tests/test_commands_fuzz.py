@@ -65,7 +65,11 @@ def every_command(files: OddFiles) -> list[Command]:
     hours = [number for number in NUMBERS if number != "1_000"]  # a simulation of 1,000 hours takes a minute
     request = {"--width": NUMBERS, "--height": NUMBERS, "--steps": NUMBERS, "--guidance-scale": NUMBERS,
                "--seed": NUMBERS, "--images": NUMBERS, "--negative-prompt": TEXTS, "--scheduler": TEXTS,
-               "--lora": [*TEXTS, ":", "a:x", "a:nan"]}  # fmt: skip
+               "--lora": [*TEXTS, ":", "a:x", "a:nan"], "--prompt-syntax": TEXTS, "--clip-skip": NUMBERS,
+               "--end-cfg-frac": NUMBERS, "--guidance-rescale": NUMBERS, "--denoising-frac": NUMBERS,
+               "--original-size": SIZES, "--target-size": SIZES, "--crop": [*SIZES, "1,2", "1,x", ","],
+               "--timesteps": [*NUMBERS, "999,1", ","], "--sigmas": [*NUMBERS, "9,nan", "1,0"], "--quality": NUMBERS,
+               "--preview-every": NUMBERS, "--api-key": TEXTS, "--previews": paths}  # fmt: skip
     inputs = [*paths, *files.json]
     build = {"--refiner": models, "--precision": TEXTS, **store}
     return [
@@ -128,8 +132,11 @@ def every_command(files: OddFiles) -> list[Command]:
                              "--mask": inputs, "--mask-prompt": TEXTS, "--strength": NUMBERS, "--feather": NUMBERS,
                              "--resize": TEXTS, "--upscale": NUMBERS,
                              "--control": [*TEXTS, *(f"edges={path}" for path in inputs)], "--control-scale": NUMBERS,
+                             "--control-start": NUMBERS, "--control-mode": NUMBERS, "--mask-strength": NUMBERS,
                              "--ip-adapter": [*TEXTS, *(f"style={path}@1" for path in inputs)]},
-                {"--url": "http://127.0.0.1:9"}, (TEXTS,), ("--refiner", "--composite", "--color-match", "--canny")),
+                {"--url": "http://127.0.0.1:9"}, (TEXTS,),
+                ("--refiner", "--composite", "--color-match", "--canny", "--no-stream", "--metadata", "--describe")),
+        Command("help", {}, {}, (TEXTS,)),
         Command("demo", {"--prompt": TEXTS, "--seed": NUMBERS, "--out": paths}, {"--model": "missing"}),
         Command("demo", {"--model": models, "--out": paths}, {"--model": "missing"}),
         Command("serve", {**store, "--config": [*paths, *files.configs], "--port": NUMBERS}, good, (missing,)),

@@ -93,6 +93,25 @@ def test_shown_command_parses(words: list[str], tmp_path: Path, monkeypatch: pyt
     command.make_context(command.name, list(words))  # raises a usage error
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name != "log"], ids=relative)
+def test_named_command_has_its_options(page: Path) -> None:
+    """Commands in the prose may lack arguments, but their names and options exist."""
+    unknown = []
+    for shown in re.findall(r"`(?:\.venv/bin/)?preheat ([a-z][^`]*)`", page.read_text()):
+        words = shown.replace("\n", " ").split()
+        command: Any = typer.main.get_command(app)
+        while hasattr(command, "commands") and words and words[0] in command.commands:
+            command = command.commands[words.pop(0)]
+        if command.name == "bench":  # `preheat bench RELEASE` measures the latency
+            command = command.commands["latency"]
+        options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+        options |= {"-h", "--help"}
+        is_command = not hasattr(command, "commands")
+        if not is_command or any(word.startswith("-") and word.partition("=")[0] not in options for word in words):
+            unknown.append(shown)
+    assert unknown == []
+
+
 def test_request_reference_is_current() -> None:
     assert request_reference.PAGE.read_text() == request_reference.page(), (
         "docs/requests.md differs from the schema. Run `python -m engine_builder.docs_pages.request_reference`."

@@ -24,6 +24,7 @@ from engine_builder.commands.console import (
     progress_console,
     steps_bar,
 )
+from engine_builder.error_text import cause_of
 from engine_builder.files import read_file
 from model.errors import PreheatError
 from model.store.precision import BF16, FP16, FP32, Precision
@@ -111,7 +112,7 @@ def read_prompt_file(path: Path) -> tuple[str, ...]:
     try:
         listed = read_prompts(read_file(path).decode("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise BadPrompts(f"{path} cannot be read ({error}).") from error
+        raise BadPrompts(f"{path} cannot be read ({cause_of(error)}).") from error
     if not listed:
         raise BadPrompts(f"{path} holds no prompt.")
     if unfit := [prompt for prompt in listed if not _is_prompt(prompt)]:

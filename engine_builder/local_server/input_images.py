@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from engine_builder.error_text import cause_of
 from engine_builder.files import read_file
 from engine_builder.local_server.client import CallFailed
 from model.images.containers import detect_format
@@ -20,7 +21,7 @@ def read_image_file(path: Path) -> str:
     except OSError as error:
         raise CallFailed(f"{path} cannot be read: {error.strerror or error}.", remedy=_REMEDY) from error
     except ValueError as error:  # a NUL in the path
-        raise CallFailed(f"{str(path)!r} is not the name of a file: {error}.", remedy=_REMEDY) from error
+        raise CallFailed(f"{str(path)!r} is not the name of a file: {cause_of(error)}.", remedy=_REMEDY) from error
     if detect_format(data) is None:
         raise CallFailed(f"{path} is not a PNG, JPEG or WebP file.", remedy=_REMEDY)
     return base64.b64encode(data).decode()

@@ -17,6 +17,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, ValidationError
 
+from engine_builder.error_text import cause_of
 from engine_builder.files import read_file
 from engine_builder.quantization.ranges import ScaleRule
 from model.errors import PreheatError
@@ -57,7 +58,7 @@ class Policy(StrictModel):
         try:
             return cls.model_validate(tomllib.loads(read_file(path).decode()))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise BadPolicy(f"{path} is not a policy ({error}).") from error
+            raise BadPolicy(f"{path} is not a policy ({cause_of(error)}).") from error
         except ValidationError as error:
             problem = explain(error, cls)[0]
             raise BadPolicy(f"{path}: {': '.join(filter(None, (problem.field, problem.message)))}.") from error

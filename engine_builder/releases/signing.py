@@ -29,8 +29,6 @@ def write_key(path: Path) -> PublicKey:
     """
     key = Ed25519PrivateKey.generate()
     data = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    if not path.exists():
-        check_writable(path)
     try:
         # Created with its mode, so that no other user can have opened it before.
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -45,6 +43,8 @@ def write_key(path: Path) -> PublicKey:
     except FileExistsError as error:
         raise BadKey(f"{path} exists, and releases may be signed with it.", "Name another file.") from error
     except OSError as error:
+        if isinstance(error, FileNotFoundError):
+            check_writable(path)  # names the missing folder
         raise BadKey(f"{path} cannot be written: {error.strerror or error}.", "Name another file.") from error
     return public_key(key)
 

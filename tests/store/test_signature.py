@@ -171,7 +171,7 @@ def test_publishes_again_only_for_a_missing_signature(
 
 
 def test_key_is_written_once_and_private(tmp_path: Path) -> None:
-    path = tmp_path / "keys" / "key.pem"
+    path = tmp_path / "key.pem"
     code, output = run("keygen", path)
     assert code == 0 and stat.S_IMODE(path.stat().st_mode) == 0o600
     line = next(line for line in output.splitlines() if line.startswith("public_key: "))

@@ -10,6 +10,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, ValidationError
 
+from engine_builder.error_text import cause_of
 from engine_builder.files import read_file
 from engine_builder.quantization.validation.report import ValidationReport
 from model.errors import PreheatError
@@ -52,7 +53,7 @@ class Thresholds(StrictModel):
         try:
             return cls.model_validate(tomllib.loads(read_file(path).decode()))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise BadThresholds(f"{path} is not a file of thresholds ({error}).") from error
+            raise BadThresholds(f"{path} is not a file of thresholds ({cause_of(error)}).") from error
         except ValidationError as error:
             problem = explain(error, cls)[0]
             raise BadThresholds(f"{path}: {': '.join(filter(None, (problem.field, problem.message)))}.") from error
