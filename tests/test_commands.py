@@ -496,7 +496,7 @@ import atexit, sys, time
 from engine_builder.commands import main
 from model.child_process import mark_hanging_exit
 atexit.register(time.sleep, 600)
-def app():
+def app(prog_name):
     mark_hanging_exit()
     print("the rows")
     sys.exit({code})

@@ -61,6 +61,8 @@ def check_fp8(
     an earlier check of the same policy and calibration. Exit status 1 if a threshold is not kept. Without --thresholds
     fewer prompts and steps are accepted than `preheat publish` requires, which is then printed.
     """
+    if out is not None:
+        check_folder(out, "report.json", "pairs.png")
     with activity("Loading PyTorch and the model libraries"):
         from engine_builder.backends.aot_inductor.compile import build_target
         from engine_builder.quantization.check import check_quantization, check_target
@@ -86,8 +88,6 @@ def check_fp8(
     chosen_policy.check_precision(number_type)
     listed = read_prompt_file(prompts)[:count]
     limits = Thresholds.read(thresholds) if thresholds else Thresholds.for_check(len(listed), steps)
-    if out is not None:
-        check_folder(out, "report.json", "pairs.png")
     base, refiner_checkpoint = find_parts(model, refiner, no_refiner, vae)
     width, height = choose_size(size, base)
     requests = validation_requests(
