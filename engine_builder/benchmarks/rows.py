@@ -151,10 +151,10 @@ def append_rows(path: Path, rows: Sequence[Row]) -> None:
 
 
 def finish(rows: Sequence[Row], out: Path | None) -> None:
-    """Append the rows to the file `out` unless it is None, and print them as one line of JSON."""
+    """Print the rows as one line of JSON, and append them to the file `out` unless it is None."""
+    print(json.dumps([row.to_dict() for row in rows]))  # first, so that they are not lost if the file is refused
     if out is not None:
         append_rows(out, rows)
-    print(json.dumps([row.to_dict() for row in rows]))
 
 
 def _device_name() -> str:

@@ -177,7 +177,7 @@ def test_row_has_all_required_keys(tmp_path: Path) -> None:
     entries = measured.to_dict()
     assert row().keys() | {"phases", "best"} == entries.keys()
     assert (entries["value"], entries["p50"], entries["p99"], entries["runs"]) == (2.5, 2.0, 10.0, 4)
-    path = tmp_path / "new" / "rows.json"
+    path = tmp_path / "rows.json"
     append_rows(path, [measured])
     append_rows(path, [measured])
     assert read_rows(path) == [measured, measured]
