@@ -7,7 +7,6 @@ import asyncio
 import json
 import logging
 import re
-import sqlite3
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -26,14 +25,17 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from engine_builder.gateway import openai_answers, openai_requests
-from engine_builder.gateway.backends import PREDICT_PATH, Accepted, Backends, Event
+from engine_builder.gateway import metrics, openai_answers, openai_requests
+from engine_builder.gateway.backend import PREDICT_PATH
+from engine_builder.gateway.backend_answers import Event
+from engine_builder.gateway.backends import Accepted, Backends
 from engine_builder.gateway.errors import ApiError, refused
-from engine_builder.gateway.history import MAX_LISTED, History
+from engine_builder.gateway.history import MAX_LISTED, History, answer_of
 from engine_builder.gateway.keys import ApiKey, Keys
 from engine_builder.gateway.openai_requests import Files, ImageCall
+from engine_builder.gateway.recording import recorded
 from model.api.body_limit import BodyLimit
-from model.api.request import GenerationRequest, without_images
+from model.api.request import GenerationRequest
 from model.errors import Overloaded, PreheatError
 
 PAGE = Path(__file__).with_name("page")
@@ -89,6 +91,7 @@ class Gateway:
             Route("/v1/history", self.list_history),
             Route("/v1/history", self.clear_history, methods=["DELETE"]),
             Route("/health", self.health),
+            Route("/metrics", self.metrics),
             *(Route("/" if path.name == "index.html" else f"/{path.name}", _page(path)) for path in _page_files()),
         ]
         middleware = [Middleware(BodyLimit, refuse=_refuse_body)]
@@ -192,7 +195,7 @@ class Gateway:
             accepted = await self._start(stack, http, key, native, model, request_id)
 
             async def collect() -> list[Event]:
-                return [accepted.event] + [event async for event in accepted.events]
+                return [event async for event in accepted.events if event["event"] in ("image", "done")]
 
             events = await _unless_disconnected(http, collect())
         # Writing megabytes of base64 would block the event loop.
@@ -212,7 +215,7 @@ class Gateway:
             raise
         if self._history is None:
             return accepted
-        return replace(accepted, events=_recorded(self._history, key.name, native, accepted.events))
+        return replace(accepted, events=recorded(self._history, key.name, native, accepted.events))
 
     async def models(self, http: Request) -> Response:
         """`GET /v1/models`: the releases of all backends."""
@@ -241,13 +244,13 @@ class Gateway:
         key, history = self._authenticate(http), self._require_history()
         limit = _query_number(http, "limit", 50, MAX_LISTED)
         before = _query_number(http, "before", 2**53, 2**53)
-        entries = await asyncio.to_thread(history.list, key.name, limit, before)
+        entries = await answer_of(history.list(key.name, limit, before))
         return JSONResponse({"object": "list", "data": entries})
 
     async def clear_history(self, http: Request) -> Response:
         """`DELETE /v1/history`: delete all entries of the key."""
         key, history = self._authenticate(http), self._require_history()
-        return JSONResponse({"deleted": await asyncio.to_thread(history.clear, key.name)})
+        return JSONResponse({"deleted": await answer_of(history.clear(key.name))})
 
     def _require_history(self) -> History:
         if self._history is None:
@@ -262,6 +265,11 @@ class Gateway:
         up = any(backend.is_up() for backend in self._backends.all)
         shown = {} if self._keys.required else {"backends": backends}
         return JSONResponse({"status": "ok" if up else "unavailable", **shown}, 200 if up else 503)
+
+    async def metrics(self, http: Request) -> Response:
+        """`GET /metrics`: numbers for Prometheus."""
+        self._authenticate(http)
+        return Response(metrics.exposition(self._backends, self._history), media_type=metrics.CONTENT_TYPE)
 
     def _authenticate(self, http: Request) -> ApiKey:
         return self._keys.authenticate(http.headers.get("Authorization", ""))
@@ -367,30 +375,6 @@ async def _native_lines(accepted: Accepted) -> AsyncIterator[str]:
             yield json.dumps(event) + "\n"
     except ApiError as error:
         yield json.dumps({"event": "error", "status": error.status, **_native_body(error)}) + "\n"
-
-
-async def _recorded(history: History, key: str, native: Event, events: AsyncIterator[Event]) -> AsyncIterator[Event]:
-    """Yield the events of a request, and add it to the history when its images are finished."""
-    seeds: list[int] = []
-    async for event in events:
-        if event["event"] == "image":
-            seeds.append(event["seed"])
-        elif event["event"] == "done":
-            entry = {
-                "seeds": sorted(seeds),
-                **{name: event[name] for name in ("time", "timings", "warnings", "engine")},
-            }
-            # Images are hashed, and the file is written.
-            await asyncio.to_thread(_add_to_history, history, key, native, entry)
-        yield event
-
-
-def _add_to_history(history: History, key: str, native: Event, entry: Event) -> None:
-    request = {name: value for name, value in native.items() if name not in ("stream", "preview_every")}
-    try:
-        history.add(key, {"request": without_images(request), **entry})
-    except sqlite3.Error as error:
-        logger.error("The history cannot be written.", exc_info=error)  # the images are finished all the same
 
 
 def _query_number(http: Request, name: str, default: int, most: int) -> int:

@@ -8,98 +8,36 @@ server has read the request, and then it is not known whether it was started.
 
 import asyncio
 import json
-import os
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import dataclass, field
-from typing import Any
-from urllib.parse import urlsplit
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 
 import httpx
 
+from engine_builder.gateway.backend import DESCRIPTION_SECONDS, DOWN_SECONDS, Backend
+from engine_builder.gateway.backend_answers import (
+    ACCEPT_SECONDS,
+    MAX_DESCRIPTION_BYTES,
+    MAX_ERROR_BYTES,
+    Event,
+    HeldBytes,
+    InvalidAnswer,
+    max_line_bytes,
+    parse_description,
+    parse_refusal,
+    read_body,
+    read_events,
+)
 from engine_builder.gateway.errors import ApiError, GatewayConfigError
 
-KEY_VARIABLE = "PREHEAT_BACKEND_API_KEY"
-PREDICT_PATH = "/v1/models/model:predict"
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _CHECK_SECONDS = 2.0  # between two health checks of a local server
-_DOWN_SECONDS = 5.0  # a server that failed is the last choice for this long
-_DESCRIPTION_SECONDS = 60.0  # a description is read again after this time
-_DESCRIPTION_WAIT_SECONDS = 5.0  # a request that others may answer waits so long for a server's description
 _CONNECT_SECONDS = 5.0
-_ACCEPT_SECONDS = 600.0  # a replica may have to start
-_EVENT_SECONDS = 60.0  # servers send a heartbeat every second
+_MAX_RETRY_SECONDS = 3600  # a longer Retry-After is a mistake
 _DESCRIBE = {"prompt": "description", "describe": True}
-Event = dict[str, Any]
-
-
-@dataclass(eq=False)
-class Backend:
-    """A server. `health_url`: None for a deployed model, which checks would keep from scaling to zero."""
-
-    name: str
-    predict_url: str
-    health_url: str | None
-    headers: Mapping[str, str] = field(repr=False)
-    is_loopback: bool = False
-    images: int = 0
-    """Images of requests in flight."""
-    down_until: float = 0.0
-    description: Event | None = None
-    described_at: float = -_DESCRIPTION_SECONDS
-    reading: asyncio.Task[None] | None = field(default=None, repr=False)
-    """The task that reads the description, or the last one that did."""
-    reading_since: float = 0.0
-
-    def is_being_described(self) -> bool:
-        """True while a task reads the description."""
-        return self.reading is not None and not self.reading.done()
-
-    def wait_left(self) -> float:
-        """Return the seconds left in which the description may be waited for by requests that others may answer."""
-        return self.reading_since + _DESCRIPTION_WAIT_SECONDS - time.monotonic() if self.is_being_described() else 0.0
-
-    def is_up(self) -> bool:
-        """True unless it failed within the last seconds."""
-        return time.monotonic() >= self.down_until
-
-    def forget_description(self, release: str) -> None:
-        """Read the description again before its next use, if it is still that of `release`, which the server left."""
-        if (self.description or {}).get("release") == release:
-            self.description = None
-            self.described_at = -_DESCRIPTION_SECONDS
-
-    def mark_down(self) -> None:
-        """Choose it last for a while."""
-        self.down_until = time.monotonic() + _DOWN_SECONDS
-        self.described_at = -_DESCRIPTION_SECONDS  # it may come back with another release
-
-
-def parse_backend(url: str, variables: Mapping[str, str] = os.environ) -> Backend:
-    """Return the backend of a URL: a server without a path, or the whole URL of a deployed model's `predict`.
-
-    A deployed model gets the key in PREHEAT_BACKEND_API_KEY, over https only. Raises GatewayConfigError.
-    """
-    remedy = "Give one like http://127.0.0.1:8080 or https://model-ID.api.baseten.co/environments/production/predict."
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-        httpx.URL(url)
-    except (ValueError, httpx.InvalidURL) as error:
-        raise GatewayConfigError(f"{url!r} is not the URL of a server: {error}.", remedy) from error
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query or parts.fragment:
-        raise GatewayConfigError(f"{url!r} is not the URL of a server.", remedy)
-    if port == 0 or not url.isascii() or not url.isprintable() or " " in url:
-        raise GatewayConfigError(f"{url!r} is not the URL of a server.", remedy)
-    is_loopback = parts.hostname in _LOOPBACK
-    if not parts.path.rstrip("/").endswith("/predict"):
-        base = url.rstrip("/")
-        return Backend(url, base + PREDICT_PATH, f"{base}/v1/models/model", {}, is_loopback)
-    key = variables.get(KEY_VARIABLE)
-    if key and parts.scheme != "https":
-        raise GatewayConfigError(f"{url!r} would receive the key in {KEY_VARIABLE} unencrypted.", "Give an https URL.")
-    return Backend(url, url, None, {"Authorization": f"Api-Key {key}"} if key else {}, is_loopback)
+logger = logging.getLogger("preheat.gateway")
 
 
 @dataclass
@@ -118,14 +56,21 @@ class Backends:
         if not backends:
             raise GatewayConfigError("The gateway has no server.", "Name at least one with --backend.")
         self.all = backends
-        timeout = httpx.Timeout(_ACCEPT_SECONDS, connect=_CONNECT_SECONDS)
+        timeout = httpx.Timeout(ACCEPT_SECONDS, connect=_CONNECT_SECONDS)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        # A proxy of the environment cannot reach this machine's loopback address.
+        # A proxy of the environment cannot reach this machine's loopback address. Cookies are not kept.
         self._clients = {
-            is_loopback: httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=not is_loopback)
+            is_loopback: httpx.AsyncClient(
+                timeout=timeout,
+                limits=limits,
+                trust_env=not is_loopback,
+                headers={"Accept-Encoding": "identity"},
+                cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
+            )
             for is_loopback in {backend.is_loopback for backend in backends}
         }
         self._turn = 0
+        self._held = HeldBytes()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -141,13 +86,36 @@ class Backends:
             for client in self._clients.values():
                 await client.aclose()
 
+    @asynccontextmanager
+    async def _send(
+        self, backend: Backend, seconds: float, request: Event | None, request_id: str | None = None
+    ) -> AsyncIterator[httpx.Response]:
+        """Send a request to a server, or ask for its health. Yields the answer without its body.
+
+        Raises TimeoutError if its headers take longer than `seconds`, and httpx.HTTPError.
+        """
+        client = self._clients[backend.is_loopback]
+        if request is None:
+            assert backend.health_url is not None
+            sent = client.build_request("GET", backend.health_url)
+        else:
+            headers = {**backend.headers, "Content-Type": "application/json"}
+            headers |= {} if request_id is None else {"X-Request-Id": request_id}
+            # Escaped, because a text may hold half of a surrogate pair, which UTF-8 cannot encode.
+            sent = client.build_request("POST", backend.predict_url, content=json.dumps(request), headers=headers)
+        async with asyncio.timeout(seconds):
+            answer = await client.send(sent, stream=True)
+        try:
+            yield answer
+        finally:
+            await answer.aclose()
+
     async def _check(self, backend: Backend) -> None:
-        client, url = self._clients[backend.is_loopback], backend.health_url
-        assert url is not None
         while True:
             try:
-                healthy = (await client.get(url, timeout=_CONNECT_SECONDS)).status_code == 200
-            except httpx.HTTPError:
+                async with self._send(backend, _CONNECT_SECONDS, None) as answer:
+                    healthy = answer.status_code == 200
+            except (httpx.HTTPError, TimeoutError):
                 healthy = False
             if healthy:
                 backend.down_until = 0.0
@@ -198,19 +166,22 @@ class Backends:
     async def _describe(self, backend: Backend) -> None:
         now = time.monotonic()
         # A replica of a deployed model may have to start for its first answer.
-        seconds = _CONNECT_SECONDS if backend.health_url else _ACCEPT_SECONDS
-        with suppress(ValueError, KeyError, TypeError):
-            client = self._clients[backend.is_loopback]
-            timeout = httpx.Timeout(seconds, connect=_CONNECT_SECONDS)
-            try:
-                answer = await client.post(
-                    backend.predict_url, json=_DESCRIBE, headers=backend.headers, timeout=timeout
-                )
-            except httpx.HTTPError:
-                backend.mark_down()
-                return
-            if answer.status_code == 200 and isinstance((found := answer.json())["release"], str):
-                backend.description, backend.described_at = found, now
+        seconds = _CONNECT_SECONDS if backend.health_url else ACCEPT_SECONDS
+        problem = ""
+        try:
+            async with asyncio.timeout(seconds), self._send(backend, seconds, _DESCRIBE) as answer:
+                if answer.status_code != 200:
+                    raise InvalidAnswer(f"its status is {answer.status_code}")
+                description = parse_description(await read_body(answer, MAX_DESCRIPTION_BYTES))
+            backend.description, backend.described_at = description, now
+        except (httpx.HTTPError, TimeoutError) as error:
+            backend.mark_down()
+            problem = type(error).__name__
+        except InvalidAnswer as error:
+            problem = str(error)
+        if problem and problem != backend.description_problem:
+            logger.warning("Backend %s has no description: %s.", backend.name, problem)
+        backend.description_problem = problem
 
     async def description_of(self, model: str | None) -> Event:
         """Return the description of a release, by default that of the first server. Raises ApiError.
@@ -224,7 +195,7 @@ class Backends:
         await self._wait(readings, lambda: self._is_known(model), until_all=True)
         known = self._known()
         if not known:
-            raise ApiError(503, "No backend can be reached.", None, "backend_unavailable", int(_DOWN_SECONDS))
+            raise ApiError(503, "No backend can be reached.", None, "backend_unavailable", int(DOWN_SECONDS))
         wanted = known[0][1]["release"] if model is None else model
         for _, description in known:
             if description["release"] == wanted:
@@ -254,6 +225,7 @@ class Backends:
         ApiError: the server's own refusal, 429 if all are busy, 502 or 503.
         """
         images = request.get("num_images", 1)
+        sent = request | {"stream": True}
         waits: list[int] = []
         is_replaced = False
         tried: list[Backend] = []
@@ -261,22 +233,17 @@ class Backends:
             tried.append(backend)
             backend.images += images
             try:
-                async with self._clients[backend.is_loopback].stream(
-                    "POST",
-                    backend.predict_url,
-                    # Escaped, because a text may hold half of a surrogate pair, which UTF-8 cannot encode.
-                    content=json.dumps(request | {"stream": True}),
-                    headers={**backend.headers, "Content-Type": "application/json", "X-Request-Id": request_id},
-                ) as answer:
+                async with self._send(backend, ACCEPT_SECONDS, sent, request_id) as answer:
                     if answer.status_code == 429:
                         waits.append(_retry_after(answer))
                     elif answer.status_code == 503:
                         backend.mark_down()
                     elif answer.status_code != 200:
-                        await answer.aread()
-                        raise _refusal(backend, answer)
+                        raise await _refusal(backend, answer)
                     else:
-                        async with aclosing(_events(backend, answer)) as events:
+                        max_bytes = max_line_bytes(request, backend.description or {})
+                        lines = read_events(answer, images, max_bytes, self._held)
+                        async with aclosing(_events(backend, request_id, lines)) as events:
                             accepted = await anext(events)
                             if accepted.get("release", model) == model:  # older servers do not name it
                                 yield Accepted(backend, accepted, events)
@@ -286,8 +253,7 @@ class Backends:
             except (httpx.ConnectError, httpx.ConnectTimeout):
                 backend.mark_down()
             except (httpx.HTTPError, TimeoutError) as error:
-                backend.mark_down()
-                raise _broken() from error
+                raise _failed(backend, request_id, error) from error
             finally:
                 backend.images -= images
         if waits:
@@ -304,7 +270,7 @@ class Backends:
                 "release_changed",
                 1,
             )
-        raise ApiError(503, "No backend can be reached.", None, "backend_unavailable", int(_DOWN_SECONDS))
+        raise ApiError(503, "No backend can be reached.", None, "backend_unavailable", int(DOWN_SECONDS))
 
     async def _next_candidate(self, model: str, tried: Sequence[Backend]) -> Backend | None:
         """Return a server of a release that is not in `tried`: one that is up, the least loaded, else by turns.
@@ -325,62 +291,52 @@ class Backends:
 
 def _is_due(backend: Backend, now: float) -> bool:
     """True if the description of a server should be read again."""
-    if now - backend.described_at < _DESCRIPTION_SECONDS or not backend.is_up():
+    if now - backend.described_at < DESCRIPTION_SECONDS or not backend.is_up():
         return False
     # A question would keep a deployed model from scaling to zero.
     return backend.description is None or backend.health_url is not None
 
 
-async def _events(backend: Backend, answer: httpx.Response) -> AsyncGenerator[Event, None]:
-    """Yield the events of a stream. Raises ApiError for the event "error", and if the stream ends without "done"."""
-    lines = answer.aiter_lines()
-    first = True
-    while True:
-        try:
-            async with asyncio.timeout(_ACCEPT_SECONDS if first else _EVENT_SECONDS):
-                event = json.loads(await anext(lines))
-            kind = event["event"]
-        except (StopAsyncIteration, httpx.HTTPError, TimeoutError, ValueError, KeyError, TypeError) as error:
-            backend.mark_down()
-            raise _broken() from error
-        if kind == "error":
-            raise backend_error(event.get("status", 500), event)
-        yield event
-        if kind == "done":
-            return
-        first = False
-
-
-def backend_error(status: int, body: Event) -> ApiError:
-    """Return the error of a server's refusal, in OpenAI's form. `body`: {"error", "kind", "field"} of Preheat."""
-    field = body.get("field")
-    param = field if isinstance(field, str) else None
-    return ApiError(status, str(body.get("error", "The server gave no reason.")), param, body.get("kind"))
-
-
-def _refusal(backend: Backend, answer: httpx.Response) -> ApiError:
+async def _events(
+    backend: Backend, request_id: str, events: AsyncGenerator[Event, None]
+) -> AsyncGenerator[Event, None]:
+    """Yield the events of a stream, see `read_events`. All errors are ApiError."""
     try:
-        body = answer.json()
-    except ValueError:
-        body = None
+        async with aclosing(events):
+            async for event in events:
+                yield event
+    except (InvalidAnswer, EOFError, httpx.HTTPError, TimeoutError) as error:
+        raise _failed(backend, request_id, error) from error
+
+
+async def _refusal(backend: Backend, answer: httpx.Response) -> ApiError:
+    """Return the error of a request that a server has refused."""
     if answer.status_code in (401, 403):  # the gateway's own key, not the caller's
         backend.mark_down()
         return ApiError(502, "A backend refused the gateway's own API key.", None, "backend_refused")
-    if not isinstance(body, dict):
+    try:
+        async with asyncio.timeout(_CONNECT_SECONDS):
+            return parse_refusal(answer.status_code, await read_body(answer, MAX_ERROR_BYTES))
+    except (InvalidAnswer, httpx.HTTPError, TimeoutError) as error:
+        logger.warning("Backend %s answered %d: %s", backend.name, answer.status_code, str(error) or repr(error))
         return ApiError(502, f"A backend answered {answer.status_code}.", None, "backend_failed")
-    return backend_error(answer.status_code, body)
 
 
-def _broken() -> ApiError:
-    return ApiError(
-        502,
-        "The backend's connection ended before the images were finished. They may have been started, so the request "
-        "was not repeated. Send it again.",
-        None,
-        "backend_failed",
+def _failed(backend: Backend, request_id: str, error: Exception) -> ApiError:
+    """Count and log a request that a server may have started. Return its error."""
+    backend.mark_down()
+    backend.failures += 1
+    reason = str(error) or type(error).__name__
+    logger.warning("Backend %s failed in request %s: %s", backend.name, request_id, reason)
+    fact = (
+        f"The backend's answer is not valid: {reason}."
+        if isinstance(error, InvalidAnswer)
+        else "The backend's connection ended before the images were finished."
     )
+    again = "The images may have been started, so the request was not repeated. Send it again."
+    return ApiError(502, f"{fact} {again}", None, "backend_failed")
 
 
 def _retry_after(answer: httpx.Response) -> int:
     value = answer.headers.get("Retry-After", "")
-    return int(value) if value.isdecimal() and len(value) < 6 else 1
+    return min(max(int(value), 1), _MAX_RETRY_SECONDS) if value.isdecimal() and len(value) < 6 else 1

@@ -9,7 +9,8 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from engine_builder.gateway.backends import Accepted, Event
+from engine_builder.gateway.backend_answers import Event
+from engine_builder.gateway.backends import Accepted
 from engine_builder.gateway.errors import ApiError
 from engine_builder.gateway.openai_requests import ImageCall
 from model.api.resolve import DEFAULT_INPAINT_STRENGTH, DEFAULT_STRENGTH
@@ -86,7 +87,7 @@ def model(name: str) -> Event:
 
 def _details(images: list[Event], done: Event) -> Event:
     details = {key: done.get(key) for key in ("warnings", "timings", "engine")}
-    flagged = {"flagged": [image["flagged"] for image in images]} if "flagged" in images[0] else {}
+    flagged = {"flagged": [image.get("flagged", False) for image in images]} if "flagged" in images[0] else {}
     return {"seeds": [image["seed"] for image in images], **flagged, **details}
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import uvicorn
 
 from engine_builder.gateway.app import Gateway
-from engine_builder.gateway.backends import Backends, parse_backend
+from engine_builder.gateway.backend import parse_backend
+from engine_builder.gateway.backends import Backends
 from engine_builder.gateway.errors import GatewayConfigError
 from engine_builder.gateway.history import History
 from engine_builder.gateway.keys import Keys, read_keys

@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from engine_builder.gateway import openai_requests
-from engine_builder.gateway.backends import parse_backend
+from engine_builder.gateway.backend import parse_backend
 from engine_builder.gateway.errors import ApiError, GatewayConfigError
 from engine_builder.gateway.keys import read_keys
 from engine_builder.gateway.openai_requests import Files
