@@ -83,7 +83,7 @@ def test_keeps_the_newest_entries_also_after_a_restart(tmp_path: Path) -> None:
         history.add("a", {"number": number})
     history.close()
     history = History(tmp_path / "history", max_entries=3)
-    assert [entry["number"] for entry in history.list("a", 10)] == [4, 3, 2]
+    assert [entry["number"] for entry in history.list("a", 10).result()] == [4, 3, 2]
     history.close()
 
 
