@@ -66,16 +66,16 @@ class History:
         self._path = path
         self._max_entries = max_entries
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # None: end the thread
-        self._guard = threading.Lock()  # guards the next three; never held while the file is used
+        self._guard = threading.Lock()  # guards the next four; never held while the file is used
         self._waiting: deque[tuple[str, int, str]] = deque()  # key, time, JSON
         self._waiting_bytes = 0
         self.lost = 0
         """Entries that were never written."""
-        # Only the thread uses the next four.
+        self._lost_logged = 0
+        # Only the thread uses the next three.
         self._file: _OpenFile | None = None
         self._problem = ""  # of the last attempt
         self._retry_at = 0.0  # time.monotonic()
-        self._lost_before = 0  # the problem
         try:
             self._file = self._open()
         except (OSError, ValueError, sqlite3.Error) as error:
@@ -97,7 +97,9 @@ class History:
         text = json.dumps(entry)
         with self._guard:
             if len(self._waiting) >= MAX_WAITING or self._waiting_bytes + len(text) > MAX_WAITING_BYTES:
-                self._lose(1)
+                if self.lost == self._lost_logged:
+                    logger.error("Entries of the history %s are being lost.", self._path)
+                self.lost += 1
                 return
             self._waiting.append((key, int(time.time()), text))
             self._waiting_bytes += len(text)
@@ -107,7 +109,8 @@ class History:
         """Count an entry that could not be made."""
         logger.error("A finished request has no entry in the history.", exc_info=error)
         with self._guard:
-            self._lose(1)
+            self.lost += 1
+            self._lost_logged += 1
 
     def list(self, key: str, limit: int, before: int | None = None) -> "Future[list[Entry]]":
         """Return at most `limit` entries of a key, the newest first, of those with an id smaller than `before`.
@@ -134,7 +137,7 @@ class History:
         self._thread.join(_CLOSE_SECONDS + 2 * _BUSY_SECONDS)
         with self._guard:
             if self._waiting:
-                self._lose(len(self._waiting))
+                self.lost += len(self._waiting)
                 logger.error("%d entries of the history %s are lost.", len(self._waiting), self._path)
 
     def _ask(self, operation: Callable[[sqlite3.Connection], T]) -> Future[T]:
@@ -189,8 +192,9 @@ class History:
         except Exception as error:  # whatever it is, it must not end the thread
             self._fail(error)
             raise _unavailable() from error
-        if self._problem:
-            lost = self.lost - self._lost_before
+        with self._guard:
+            lost, self._lost_logged = self.lost - self._lost_logged, self.lost
+        if self._problem or lost:
             logger.warning("The history %s can be used again. Entries lost meanwhile: %d.", self._path, lost)
             self._problem = ""
         return result
@@ -247,7 +251,7 @@ class History:
     def _fail(self, error: Exception) -> None:
         """Log the first failure of a row. Try again later, with the file opened again unless it is only locked."""
         if not self._problem:
-            self._problem, self._lost_before = _reason(error), self.lost
+            self._problem = _reason(error)
             logger.error(
                 "The history %s cannot be used: %s. Up to %d entries wait in memory.",
                 self._path,
@@ -257,11 +261,6 @@ class History:
         if not _is_locked(error):
             self._close_file()
         self._retry_at = time.monotonic() + _RETRY_SECONDS
-
-    def _lose(self, entries: int) -> None:
-        if self.lost == self._lost_before:
-            logger.error("Entries of the history %s are being lost.", self._path)
-        self.lost += entries
 
 
 async def answer_of(asked: Future[T]) -> T:

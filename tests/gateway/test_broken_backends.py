@@ -3,65 +3,35 @@
 `tests/load/test_backend_attacks.py` has those that need minutes or much memory.
 """
 
-import base64
 import gzip
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.support.gateway import running_gateway
-from tests.support.predictions import PREDICT_PATH
+from tests.support.scripted_gateway import (
+    ACCEPTED,
+    DESCRIPTION,
+    DONE,
+    IMAGE,
+    NATIVE,
+    OPENAI,
+    PICTURE,
+    STEP,
+    ScriptedGateway,
+    lines,
+    scripted_gateway,
+)
 from tests.support.scripted_server import Answer, ScriptedServer
-
-PICTURE = base64.b64encode(b"a picture").decode()
-ACCEPTED: dict[str, Any] = {
-    "event": "accepted",
-    "request_id": "1",
-    "release": "toy/1",
-    "seed": 1,
-    "steps": 1,
-    "ahead": 0,
-}
-STEP: dict[str, Any] = {"event": "step", "step": 1, "steps": 1}
-IMAGE: dict[str, Any] = {
-    "event": "image", "index": 0, "data": PICTURE, "seed": 1, "format": "png", "width": 64, "height": 64,
-}  # fmt: skip
-DONE: dict[str, Any] = {
-    "event": "done", "status": "success", "time": 1.5, "timings": {"text": 1}, "warnings": [],
-    "engine": {"release": "toy/1", "target": "cpu", "runtime": "eager"},
-}  # fmt: skip
-DESCRIPTION: dict[str, Any] = {"release": "toy/1", "defaults": {"num_inference_steps": 2}}
-NATIVE, OPENAI = PREDICT_PATH, "/v1/images/generations"
-
-
-@dataclass
-class Scripted:
-    """The gateway's address, and what its only backend sends."""
-
-    url: str = ""
-    description: Answer = field(default_factory=lambda: Answer(200, json.dumps(DESCRIPTION).encode()))
-    answer: Answer = field(default_factory=lambda: lines(ACCEPTED, STEP, IMAGE, DONE))
-
-    def post(self, path: str, *, stream: bool = False, **values: Any) -> httpx.Response:
-        body = {"prompt": "a red circle", "stream": stream} | values
-        return httpx.post(self.url + path, json=body, trust_env=False, timeout=60)
-
-
-def lines(*events: dict[str, Any] | bytes, headers: dict[str, str] | None = None, status: int = 200) -> Answer:
-    parts = (event if isinstance(event, bytes) else json.dumps(event).encode() for event in events)
-    return Answer(status, b"".join(part + b"\n" for part in parts), headers or {})
 
 
 @pytest.fixture(scope="module")
-def gateway() -> Iterator[Scripted]:
-    scripted = Scripted()
-    script = lambda _, request: scripted.description if request.get("describe") else scripted.answer  # noqa: E731
-    with ScriptedServer(script) as backend, running_gateway([backend.url]) as scripted.url:
-        yield scripted
+def gateway() -> Iterator[ScriptedGateway]:
+    with scripted_gateway() as gateway:
+        yield gateway
 
 
 def without(event: dict[str, Any], key: str) -> dict[str, Any]:
@@ -132,7 +102,7 @@ BROKEN_FIRST: dict[str, tuple[Answer, str]] = {
 
 
 @pytest.mark.parametrize("case", [*BROKEN_LATER, *BROKEN_FIRST])
-def test_answers_a_broken_backend_with_status_502(case: str, gateway: Scripted) -> None:
+def test_answers_a_broken_backend_with_status_502(case: str, gateway: ScriptedGateway) -> None:
     gateway.answer, reason = (BROKEN_LATER | BROKEN_FIRST)[case]
     native, openai = (gateway.post(path, width=64, height=64) if path == NATIVE else gateway.post(path, size="64x64")
                       for path in (NATIVE, OPENAI))  # fmt: skip
@@ -143,7 +113,7 @@ def test_answers_a_broken_backend_with_status_502(case: str, gateway: Scripted) 
 
 
 @pytest.mark.parametrize("case", BROKEN_LATER)
-def test_ends_a_broken_backends_stream_with_an_error(case: str, gateway: Scripted) -> None:
+def test_ends_a_broken_backends_stream_with_an_error(case: str, gateway: ScriptedGateway) -> None:
     gateway.answer, reason = BROKEN_LATER[case]
     native = gateway.post(NATIVE, stream=True, width=64, height=64)
     last = json.loads(native.text.splitlines()[-1])
@@ -157,7 +127,7 @@ def test_ends_a_broken_backends_stream_with_an_error(case: str, gateway: Scripte
 
 
 @pytest.mark.parametrize("case", BROKEN_FIRST)
-def test_starts_no_stream_of_a_broken_backend(case: str, gateway: Scripted) -> None:
+def test_starts_no_stream_of_a_broken_backend(case: str, gateway: ScriptedGateway) -> None:
     gateway.answer, _ = BROKEN_FIRST[case]
     for path in (NATIVE, OPENAI):
         answer = gateway.post(path, stream=True)
@@ -165,12 +135,12 @@ def test_starts_no_stream_of_a_broken_backend(case: str, gateway: Scripted) -> N
 
 
 @pytest.mark.parametrize("key", ["request_id", "release", "ahead", "status", "time", "timings", "warnings", "engine"])
-def test_older_servers_send_fewer_fields(key: str, gateway: Scripted) -> None:
+def test_older_servers_send_fewer_fields(key: str, gateway: ScriptedGateway) -> None:
     gateway.answer = lines(without(ACCEPTED, key), IMAGE, without(DONE, key))
     assert gateway.post(NATIVE).json()["data"] == gateway.post(OPENAI).json()["data"][0]["b64_json"] == PICTURE
 
 
-def test_passes_unknown_fields_of_newer_servers_on(gateway: Scripted) -> None:
+def test_passes_unknown_fields_of_newer_servers_on(gateway: ScriptedGateway) -> None:
     gateway.answer = lines(ACCEPTED, IMAGE | {"hash": [1, {"a": None}]}, DONE)
     assert gateway.post(NATIVE).json()["images"][0]["hash"] == [1, {"a": None}]
     gateway.answer = lines(ACCEPTED, IMAGE | {"flagged": True}, IMAGE | {"index": 1}, DONE)
@@ -182,7 +152,7 @@ def test_passes_unknown_fields_of_newer_servers_on(gateway: Scripted) -> None:
     [("7", 7), ("0", 1), ("-3", 1), ("99999", 3600), ("9" * 400, 1), ("Wed, 21 Oct 2015 07:28:00 GMT", 1), ("x", 1)],
     ids=lambda value: str(value)[:8],
 )
-def test_states_a_possible_time_to_wait(value: str, seconds: int, gateway: Scripted) -> None:
+def test_states_a_possible_time_to_wait(value: str, seconds: int, gateway: ScriptedGateway) -> None:
     gateway.answer = Answer(429, b"x", {"Retry-After": value})
     assert gateway.post(NATIVE).headers["Retry-After"] == str(seconds)
 
@@ -193,7 +163,7 @@ def test_keeps_no_cookies_of_a_backend() -> None:
     script = lambda _, request: description if request.get("describe") else answer  # noqa: E731
     with ScriptedServer(script) as backend, running_gateway([backend.url]) as url:
         for _ in range(2):
-            assert Scripted(url).post(NATIVE).status_code == 200
+            assert ScriptedGateway(url).post(NATIVE).status_code == 200
     assert not any("cookie" in headers for headers in backend.headers)
     assert all(headers["accept-encoding"] == "identity" for headers in backend.headers)
 
@@ -221,6 +191,6 @@ DESCRIPTIONS: dict[str, Answer] = {
 @pytest.mark.parametrize("case", DESCRIPTIONS)
 def test_does_not_use_a_backend_without_a_valid_description(case: str) -> None:
     with ScriptedServer(lambda *_: DESCRIPTIONS[case]) as backend, running_gateway([backend.url]) as url:
-        assert Scripted(url).post(OPENAI).json()["error"]["code"] == "backend_unavailable"
+        assert ScriptedGateway(url).post(OPENAI).json()["error"]["code"] == "backend_unavailable"
         described = httpx.get(f"{url}/v1/description", trust_env=False, timeout=60)
         assert described.status_code == 200 and described.json()["models"] == []

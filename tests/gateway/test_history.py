@@ -1,8 +1,13 @@
 """The history of a gateway."""
 
 import os
+import re
+import shutil
 import stat
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +22,8 @@ from engine_builder.local_server.server import Server
 from tests.support.gateway import running_gateway
 from tests.support.images import file_of
 from tests.support.predictions import SMALL, TIMEOUT_SECONDS, http_client, predict
+from tests.support.scripted_gateway import ACCEPTED, DONE, IMAGE, NATIVE, ScriptedGateway, lines, scripted_gateway
+from tests.support.waiting import eventually
 
 KEYS = {"one": "sk-0123456789abcdef", "two": "sk-fedcba9876543210"}
 
@@ -127,3 +134,152 @@ def test_refuses_a_file_of_another_owner(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(GatewayConfigError, match="another user owns it"):
         History(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o666
+
+
+@contextmanager
+def locked(path: Path, statement: str) -> Iterator[None]:
+    """Hold a lock of SQLite on a file from another process, because a process loses its own as it closes the file."""
+    script = (
+        "import sqlite3, sys; connection = sqlite3.connect(sys.argv[1], isolation_level=None);"
+        "connection.execute('BEGIN'); connection.execute(sys.argv[2]).fetchall(); print('locked', flush=True);"
+        "sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", script, str(path), statement]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"locked\n"
+        try:
+            yield
+        finally:
+            process.communicate()
+
+
+# The locks of a program that writes, and of one that makes a copy.
+LOCKS = {"exclusive": "DELETE FROM history WHERE id < 0", "shared": "SELECT * FROM history"}
+
+
+def metric(gateway: ScriptedGateway, name: str) -> float:
+    text = httpx.get(f"{gateway.url}/metrics", trust_env=False).text
+    return float(re.findall(rf"^preheat_gateway_{name} (.+)$", text, re.MULTILINE)[0])
+
+
+def seeds(gateway: ScriptedGateway) -> list[int] | None:
+    """The seeds of the entries, oldest first; None: the history cannot be used."""
+    answer = httpx.get(f"{gateway.url}/v1/history", trust_env=False, timeout=60)
+    if answer.status_code == 503:
+        assert answer.json()["error"]["code"] == "history_unavailable" and answer.headers["Retry-After"] == "1"
+        return None
+    return [seed for entry in reversed(answer.json()["data"]) for seed in entry["seeds"]]
+
+
+def generate(gateway: ScriptedGateway, seed: int) -> None:
+    gateway.answer = lines(ACCEPTED, IMAGE | {"seed": seed}, DONE)
+    assert gateway.post(NATIVE).json()["data"] == IMAGE["data"]
+
+
+@pytest.mark.parametrize("statement", LOCKS.values(), ids=LOCKS)
+def test_entries_wait_while_the_file_is_locked(
+    statement: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "history"
+    with scripted_gateway(path) as gateway:
+        generate(gateway, 1)
+        assert seeds(gateway) == [1]
+        with locked(path, statement):
+            for seed in (2, 3):
+                generate(gateway, seed)  # finishes although the lock lasts
+            assert seeds(gateway) is None and metric(gateway, "history_waiting") == 2
+            assert httpx.delete(f"{gateway.url}/v1/history", trust_env=False).status_code == 503
+            eventually(lambda: "cannot be used: database is locked" in caplog.text, "the lock is logged")
+        eventually(lambda: seeds(gateway) == [1, 2, 3], "the entries are written")
+        assert metric(gateway, "history_lost_total") == 0
+        assert caplog.text.count("cannot be used") == caplog.text.count("can be used again") == 1
+
+
+def delete(path: Path) -> None:
+    path.unlink()
+
+
+def move(path: Path) -> None:
+    path.rename(path.with_name("moved"))
+
+
+def replace(path: Path) -> None:
+    path.unlink()
+    History(path).close()
+
+
+def move_folder(path: Path) -> None:
+    path.parent.rename(path.parent.with_name("moved"))
+    path.parent.mkdir()
+
+
+@pytest.mark.parametrize("lose", [delete, move, replace, move_folder], ids=lambda function: function.__name__)
+def test_makes_a_new_file_for_one_that_is_gone(
+    lose: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "folder" / "history"
+    path.parent.mkdir()
+    with scripted_gateway(path) as gateway:
+        generate(gateway, 1)
+        assert seeds(gateway) == [1]
+        lose(path)
+        generate(gateway, 2)
+        assert seeds(gateway) == [2] and stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert caplog.text.count("was deleted or replaced") == 1 and metric(gateway, "history_lost_total") == 0
+
+
+def put_text(path: Path) -> None:
+    path.write_text("not a database" * 50)
+
+
+def put_folder(path: Path) -> None:
+    path.mkdir()
+
+
+def remove_parent(path: Path) -> None:
+    path.parent.rmdir()
+
+
+@pytest.mark.parametrize("put", [put_text, put_folder, remove_parent], ids=lambda function: function.__name__)
+def test_entries_wait_until_the_file_can_be_used(put: Callable[[Path], None], tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "history"
+    path.parent.mkdir()
+    with scripted_gateway(path) as gateway:
+        path.unlink()
+        put(path)
+        generate(gateway, 1)
+        assert seeds(gateway) is None
+        shutil.rmtree(path.parent, ignore_errors=True)
+        path.parent.mkdir()
+        eventually(lambda: seeds(gateway) == [1], "the entry is written")
+
+
+def test_starts_while_the_file_is_locked(tmp_path: Path) -> None:
+    path = tmp_path / "history"
+    History(path).close()
+    with ExitStack() as stack:
+        with locked(path, "DELETE FROM history"):
+            gateway = stack.enter_context(scripted_gateway(path))
+            generate(gateway, 1)
+            assert seeds(gateway) is None
+        eventually(lambda: seeds(gateway) == [1], "the entry is written")
+
+
+def test_counts_what_exceeds_the_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "history"
+    history = History(path)
+    with locked(path, "DELETE FROM history"):
+        for _ in range(20):
+            history.add("a", {"prompt": "a" * 2**20})
+        assert history.waiting == 15 and history.lost == 5
+        assert caplog.text.count("are being lost") == 1
+    eventually(lambda: history.waiting == 0, "the entries are written")
+    assert len(history.list("a", 100).result()) == 15
+    eventually(lambda: "Entries lost meanwhile: 5" in caplog.text, "the loss is logged")
+    history.close()
+
+
+def test_images_that_are_not_base64_delay_no_answer(tmp_path: Path) -> None:
+    with scripted_gateway(tmp_path / "history") as gateway:
+        assert gateway.post(NATIVE, image="abc").status_code == 200
+        assert metric(gateway, "history_lost_total") == 1
