@@ -25,7 +25,7 @@ from model.errors import CorruptBlob, StoreError
 from model.store.adapter_record import AdapterRecord
 from model.store.keys import BLOBS, adapter_key, is_digest, release_key
 from model.store.local import CHUNK_BYTES, FileMissing, LocalStore, list_json, open_regular_file
-from model.store.manifest import Manifest
+from model.store.manifest import MANIFEST_LIMIT, Manifest
 
 _TEMPORARY_PREFIX = ".incoming-"
 _ABANDONED_SECONDS = 24 * 3600  # no running writer pauses for so long, so its process was killed
@@ -135,7 +135,7 @@ class WritableLocalStore(LocalStore):
     def read_record(self, kind: str, name: str) -> bytes | None:
         try:
             with self._opened_entry(record_key(kind, name), f"Record {kind}/{name}") as file:
-                return file.read()
+                return file.read(MANIFEST_LIMIT + 1)
         except FileMissing:
             return None
 

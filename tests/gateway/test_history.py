@@ -4,10 +4,8 @@ import os
 import re
 import shutil
 import stat
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from tests.support.gateway import running_gateway
 from tests.support.images import file_of
 from tests.support.predictions import SMALL, TIMEOUT_SECONDS, http_client, predict
 from tests.support.scripted_gateway import ACCEPTED, DONE, IMAGE, NATIVE, ScriptedGateway, lines, scripted_gateway
+from tests.support.sqlite_lock import locked
 from tests.support.waiting import eventually
 
 KEYS = {"one": "sk-0123456789abcdef", "two": "sk-fedcba9876543210"}
@@ -134,23 +133,6 @@ def test_refuses_a_file_of_another_owner(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(GatewayConfigError, match="another user owns it"):
         History(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o666
-
-
-@contextmanager
-def locked(path: Path, statement: str) -> Iterator[None]:
-    """Hold a lock of SQLite on a file from another process, because a process loses its own as it closes the file."""
-    script = (
-        "import sqlite3, sys; connection = sqlite3.connect(sys.argv[1], isolation_level=None);"
-        "connection.execute('BEGIN'); connection.execute(sys.argv[2]).fetchall(); print('locked', flush=True);"
-        "sys.stdin.read()"
-    )
-    command = [sys.executable, "-c", script, str(path), statement]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stdout.readline() == b"locked\n"
-        try:
-            yield
-        finally:
-            process.communicate()
 
 
 # The locks of a program that writes, and of one that makes a copy.
