@@ -83,6 +83,7 @@ test-load: export PREHEAT_GATEWAY_SECONDS ?= 60
 test-load: export PREHEAT_FUZZ_BODIES ?= 5000
 test-load: export PREHEAT_FUZZ_IMAGES ?= 2000
 test-load: export PREHEAT_FUZZ_CONFIGS ?= 200
+test-load: export PREHEAT_ATTACK_SECONDS ?= 15
 test-load: $(READY)
 	$(BIN)/pytest tests/load
 

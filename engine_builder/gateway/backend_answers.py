@@ -1,4 +1,4 @@
-"""Reading what a backend sends: within limits of bytes, and checked once, so that everything after relies on it.
+"""What a backend may send: events, descriptions and refusals, checked once, so that everything after relies on it.
 
 A backend may be broken, or something else may answer in its place, such as a proxy. `InvalidAnswer` states what is
 wrong with an answer. Fields that no table here names are passed on, as newer servers may have more.
@@ -23,33 +23,19 @@ from pydantic import (
 )
 from typing_extensions import TypeAliasType
 
+from engine_builder.gateway.bounded_reading import SMALL_LINE_BYTES, HeldLines, InvalidAnswer, LineReader
 from engine_builder.gateway.errors import ApiError
 from model.api.describe import Description
 from model.validation import LARGEST_SIDE, MAX_STEPS, SEED_COUNT, ImageFormat
 
-MAX_DESCRIPTION_BYTES = 2**20
-MAX_ERROR_BYTES = 2**16
 MAX_EVENTS = 200_000  # of one answer; the most steps of a request are 12,800, and heartbeats come every second
 MAX_MEMBERS = 20_000  # values in one line or description; an image is one long text
-MAX_HELD_BYTES = 2**27  # unfinished lines of all answers
-SMALL_LINE_BYTES = 2**20  # a line without an image; it is read whatever the total is
 BYTES_PER_PIXEL = 6  # of an image in base64; a JPEG of noise has 5.5, a PNG file at most 4
 ACCEPT_SECONDS = 600.0  # until the first event; a replica may have to start
 EVENT_SECONDS = 60.0  # until each further event; servers send a heartbeat every second
 _UNKNOWN_PIXELS = 2048**2  # of a release whose description states no sizes
-_BUSY_SECONDS = 5  # until a request may be repeated
 Event = dict[str, Any]
 T = TypeVar("T")
-
-
-class InvalidAnswer(Exception):
-    """An answer is not what a Preheat server sends; the message states what is wrong with it."""
-
-
-class HeldBytes:
-    """The bytes of unfinished lines that are held in memory, of all answers."""
-
-    total = 0
 
 
 def _check_base64(text: str) -> str:
@@ -161,7 +147,7 @@ _DESCRIPTION: Any = create_model(
 )  # type: ignore[call-overload]
 
 
-def parse_description(data: bytearray) -> Event:
+def parse_description(data: bytes) -> Event:
     """Return a description (`model.api.describe`). Raises InvalidAnswer."""
     found = _parse(data, "its description")
     _validate(_DESCRIPTION.model_validate, found, "its description")
@@ -179,7 +165,7 @@ def max_line_bytes(request: Event, description: Event) -> int:
     return SMALL_LINE_BYTES + BYTES_PER_PIXEL * min(pixels, LARGEST_SIDE**2) * upscale**2
 
 
-def parse_refusal(status: int, data: bytearray) -> ApiError:
+def parse_refusal(status: int, data: bytes) -> ApiError:
     """Return the error of a server's refusal {"error", "kind", "field"}, in OpenAI's form. Raises InvalidAnswer."""
     if not 400 <= status <= 599:
         raise InvalidAnswer(f"its status is {status}")
@@ -192,34 +178,21 @@ def _refusal(status: int, body: Event) -> ApiError:
     return ApiError(status, body["error"], body.get("field"), body.get("kind"))
 
 
-async def read_body(answer: httpx.Response, max_bytes: int) -> bytearray:
-    """Return the body of an answer. Raises InvalidAnswer if it is larger, and httpx.HTTPError."""
-    body = bytearray()
-    async with aclosing(_chunks(answer)) as chunks:
-        async for chunk in chunks:
-            body += chunk
-            if len(body) > max_bytes:
-                raise InvalidAnswer(f"its body has more than {max_bytes} bytes")
-    return body
-
-
 async def read_events(
-    answer: httpx.Response, images: int, max_bytes: int, held: HeldBytes
+    answer: httpx.Response, images: int, max_bytes: int, held: HeldLines
 ) -> AsyncGenerator[Event, None]:
     """Yield the events of a stream, from "accepted" to "done", with exactly the `images` requested ones.
 
-    Raises ApiError for the event "error" and while too much is held, InvalidAnswer, EOFError if the stream ends before
-    "done", TimeoutError if an event is late, and httpx.HTTPError.
+    Raises ApiError for the event "error", and if all answers hold too much; InvalidAnswer; EOFError if the stream ends
+    before "done"; TimeoutError if an event is late; httpx.HTTPError.
     """
     finished: set[int] = set()
-    async with aclosing(_lines(answer, max_bytes, held)) as lines:
+    async with aclosing(LineReader(answer, max_bytes, held)) as lines:
         for number in range(MAX_EVENTS):
-            async with asyncio.timeout(EVENT_SECONDS if number else ACCEPT_SECONDS):
-                line = await anext(lines, None)
-            if line is None:
+            if (line := await lines.read(EVENT_SECONDS if number else ACCEPT_SECONDS)) is None:
                 raise EOFError
             event = _parse(line, f"its line {number + 1}")
-            line.clear()  # an image is held once
+            del line  # an image is held once
             _validate(_EVENT.validate_python, event, f"its line {number + 1}")
             kind = event["event"]
             if kind == "error":
@@ -240,47 +213,7 @@ async def read_events(
     raise InvalidAnswer(f"it has more than {MAX_EVENTS} events")
 
 
-async def _lines(answer: httpx.Response, max_bytes: int, held: HeldBytes) -> AsyncGenerator[bytearray, None]:
-    """Yield the lines of an answer without their ends, also the last one if its end is missing."""
-    line, counted = bytearray(), 0
-    try:
-        async with aclosing(_chunks(answer)) as chunks:
-            async for chunk in chunks:
-                *ends, rest = chunk.split(b"\n")
-                for end in ends:
-                    line += end
-                    yield line
-                    line = bytearray()
-                line += rest
-                held.total += len(line) - counted
-                counted = len(line)
-                if counted > max_bytes:
-                    raise InvalidAnswer(f"it has a line of more than {max_bytes} bytes")
-                if counted > SMALL_LINE_BYTES and held.total > MAX_HELD_BYTES:
-                    raise ApiError(
-                        503,
-                        f"The answers in flight exceed {MAX_HELD_BYTES / 2**20:g} MiB. Repeat the request in "
-                        f"{_BUSY_SECONDS} s.",
-                        None,
-                        "overloaded",
-                        _BUSY_SECONDS,
-                    )
-        if line:
-            yield line
-    finally:
-        held.total -= counted
-
-
-async def _chunks(answer: httpx.Response) -> AsyncGenerator[bytes, None]:
-    """Yield the bytes of a body. A compressed one is refused: it was not asked for, and may be of any size."""
-    encoding = answer.headers.get("Content-Encoding", "identity")
-    if encoding.strip().lower() != "identity":
-        raise InvalidAnswer(f"it is compressed ({encoding[:20]!r})")
-    async for chunk in answer.aiter_raw():
-        yield chunk
-
-
-def _parse(data: bytearray, what: str) -> Event:
+def _parse(data: bytes, what: str) -> Event:
     # A text in base64 has none of these, so few of them bound the objects that the parser makes.
     if sum(data.count(mark) for mark in (b",", b"[", b"{")) > MAX_MEMBERS:
         raise InvalidAnswer(f"{what} has more than {MAX_MEMBERS} values")

@@ -20,16 +20,18 @@ import httpx
 from engine_builder.gateway.backend import DESCRIPTION_SECONDS, DOWN_SECONDS, Backend
 from engine_builder.gateway.backend_answers import (
     ACCEPT_SECONDS,
-    MAX_DESCRIPTION_BYTES,
-    MAX_ERROR_BYTES,
     Event,
-    HeldBytes,
-    InvalidAnswer,
     max_line_bytes,
     parse_description,
     parse_refusal,
-    read_body,
     read_events,
+)
+from engine_builder.gateway.bounded_reading import (
+    MAX_DESCRIPTION_BYTES,
+    MAX_ERROR_BYTES,
+    HeldLines,
+    InvalidAnswer,
+    read_body,
 )
 from engine_builder.gateway.errors import ApiError, GatewayConfigError
 
@@ -70,7 +72,7 @@ class Backends:
             for is_loopback in {backend.is_loopback for backend in backends}
         }
         self._turn = 0
-        self._held = HeldBytes()
+        self._held = HeldLines()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

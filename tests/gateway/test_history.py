@@ -17,6 +17,7 @@ from engine_builder.files import NotWritable
 from engine_builder.gateway.errors import GatewayConfigError
 from engine_builder.gateway.history import History
 from engine_builder.local_server.server import Server
+from tests.conftest import REPOSITORY
 from tests.support.gateway import running_gateway
 from tests.support.images import file_of
 from tests.support.predictions import SMALL, TIMEOUT_SECONDS, http_client, predict
@@ -265,3 +266,19 @@ def test_images_that_are_not_base64_delay_no_answer(tmp_path: Path) -> None:
     with scripted_gateway(tmp_path / "history") as gateway:
         assert gateway.post(NATIVE, image="abc").status_code == 200
         assert metric(gateway, "history_lost_total") == 1
+
+
+def test_every_metric_is_in_the_docs(tmp_path: Path) -> None:
+    with scripted_gateway(tmp_path / "history") as gateway:
+        text = httpx.get(f"{gateway.url}/metrics", trust_env=False).text
+    shown = re.findall(r"^# TYPE (\w+) (\w+)$", text, re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(preheat_gateway_\w+)` \| (\w+) \|", (REPOSITORY / "docs/gateway.md").read_text(), re.MULTILINE
+    )
+    assert rows == shown and "127.0.0.1" not in text
+    assert 'preheat_gateway_backend_up{backend="0"} 1.0' in text
+
+
+def test_metrics_need_a_key_if_requests_do(clients: list[httpx.Client]) -> None:
+    assert clients[0].get("/metrics").status_code == 200
+    assert clients[0].get("/metrics", headers={"Authorization": ""}).status_code == 401

@@ -1,4 +1,4 @@
-"""Backends that try to harm a gateway: `python -m tests.support.backend_attacks NAME` serves one and prints its port."""
+"""Backends that try to harm a gateway: `python -m tests.support.backend_attacks NAME` serves one, prints its port."""
 
 import gzip
 import json
@@ -16,6 +16,7 @@ CHUNK = b"a" * 2**16
 OK = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"
 DESCRIPTION = json.dumps({"release": RELEASE, "defaults": {"num_inference_steps": 2}}).encode()
 ACCEPTED = b'{"event": "accepted", "seed": 1, "steps": 1}\n'
+ZEROS = gzip.compress(bytes(2**24))
 Parts = Iterator[bytes]
 
 
@@ -29,7 +30,7 @@ def answer(*parts: bytes, then: bytes = b"", seconds: float = 0) -> Parts:
 
 def bomb() -> Parts:
     """A small body that unpacks to 1 GiB."""
-    return answer(OK[:-2] + b"Content-Encoding: gzip\r\n\r\n", gzip.compress(bytes(2**24)) * 64)
+    return answer(OK[:-2] + b"Content-Encoding: gzip\r\n\r\n", ZEROS * 64)
 
 
 # Name -> the kind of request that is answered so (health, describe or images; others are answered well), and how.
@@ -45,7 +46,10 @@ ATTACKS: dict[str, tuple[str, Callable[[], Parts]]] = {
     ),
     "endless headers": ("images", lambda: answer(b"HTTP/1.1 200 OK\r\n", then=b"X-A: " + CHUNK[:1000] + b"\r\n")),
     "endless first header": ("images", lambda: answer(b"HTTP/1.1 200 OK\r\nX-A: ", then=CHUNK)),
-    "endless early hints": ("images", lambda: answer(then=b"HTTP/1.1 103 Early Hints\r\n\r\n" * 100)),
+    "chunks of a byte": (
+        "images",
+        lambda: answer(OK[:-2] + b"Transfer-Encoding: chunked\r\n\r\n", then=b"1\r\na\r\n" * 10_000),
+    ),
     "endless error": ("images", lambda: answer(OK.replace(b"200", b"400"), then=CHUNK)),
     "compressed": ("images", bomb),
     "endless description": ("describe", lambda: answer(OK, then=CHUNK)),
