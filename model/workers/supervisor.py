@@ -2,7 +2,7 @@
 
 import json
 import logging
-import math
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +15,10 @@ logger = logging.getLogger("preheat")
 
 LOAD_SECONDS = 1800.0  # in which a worker must have loaded the release
 MORE_SECONDS = 60.0  # for the other workers, once one has loaded it
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 60.0  # before a worker is started again
+# Before a worker is started again. Its start alone takes seconds, so a process that ends again and again makes no busy
+# loop. Only failed loads make the pause longer, because they can last: a store that cannot be reached, a broken GPU.
+_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 10.0
+_MAX_KILLS = 3  # in a row during the load, which are no failure of the load
 
 
 class Events(NamedTuple):
@@ -84,31 +87,36 @@ class Supervisor:
 
     def _run(self, number: int) -> None:
         """Serve with one process after the other, each in place of the one before."""
-        pause = _FIRST_PAUSE_SECONDS
+        pause, kills = _PAUSE_SECONDS, 0
         while not self._closed.is_set():
-            served_seconds = 0.0
+            outcome: Ready | Exception | None
             try:
                 worker = self._start(number)
                 self._events.started(worker)
                 if self._closed.is_set():
                     worker.kill("the server ended")
-                served_seconds = self._serve(worker)
+                outcome = self._serve(worker)
             except Exception as error:  # without this thread the worker would never be started again
                 logger.exception("A worker cannot be started or followed.")
-                self._set_outcome(number, error)
-            if served_seconds > _LONGEST_PAUSE_SECONDS:
-                pause = _FIRST_PAUSE_SECONDS
+                outcome = error
+            kills = kills + 1 if outcome is None else 0
+            if kills > _MAX_KILLS:
+                self._set_outcome(number, load_error(number, self._size, -signal.SIGKILL))
+            elif outcome is not None:
+                self._set_outcome(number, outcome)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS) if isinstance(outcome, Exception) else _PAUSE_SECONDS
             self._closed.wait(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
-    def _serve(self, worker: Worker) -> float:
-        """Handle the messages of a worker until it ends, and hand on its requests. Returns the seconds it was ready."""
+    def _serve(self, worker: Worker) -> Ready | Exception | None:
+        """Handle the messages of a worker until it ends, and hand on its requests.
+
+        Returns how its load ended; None: it was killed meanwhile, which does not mean that it cannot load the release.
+        """
         outcome: Ready | Exception | None = None
-        ready_at = math.inf
         try:
             for message in worker.messages():
                 if isinstance(message, Ready):
-                    outcome, ready_at = message, time.monotonic()
+                    outcome = message
                     self._events.ready(worker)
                     self._set_outcome(worker.number, message)
                     logger.info(json.dumps({"event": "worker_ready", "worker": worker.number, "pid": worker.pid}))
@@ -126,8 +134,9 @@ class Supervisor:
             if isinstance(outcome, Exception):
                 entry["error"] = str(outcome)
             logger.error(json.dumps(entry | ({"reason": worker.reason} if worker.reason else {})))
-        self._set_outcome(worker.number, outcome or load_error(worker.number, self._size, code))
-        return max(0.0, time.monotonic() - ready_at)
+        if outcome is None and (code != -signal.SIGKILL or worker.reason):
+            return load_error(worker.number, self._size, code)
+        return outcome
 
     def _set_outcome(self, number: int, outcome: Ready | Exception) -> None:
         with self._changed:
