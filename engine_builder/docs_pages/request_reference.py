@@ -312,8 +312,11 @@ same status codes as without a stream. After status 200 these lines follow.
 
 `steps` counts the steps of all images, of the base and of the refiner, for each mask. A preview follows every
 `preview_every` steps of an image. If such a step is the last one of a UNet or for a mask, the preview follows the step
-after it. None follows an image's last step. A `step` line with a preview is sent once the preview is encoded, so it may
-follow later steps.
+after it. None follows an image's last step. A `step` line with a preview is sent once the preview is encoded, and has
+the number of the last step then.
+
+`steps` is the same in all lines, and `step` never falls. If a worker ends, the unfinished images begin again at another
+one. `step` lines then follow once more steps are done than before.
 
 A preview has one pixel for each latent. Its colours come from a small map, which the build fits to the release's VAE
 and whose mean error `preheat build` prints. It is 2 to 7 % of the range on the tiny model. Releases of older versions,

@@ -94,6 +94,9 @@ class Job:
         self.waiting_images = deque(images)  # those that have not joined a loop, in order
         self.steps_done = 0  # of all images
         self._previews_due: dict[int, int] = {}  # by index of an image
+        self.outputs: dict[int, Future[None]] = {}  # the last output of each image, by index; see `OutputWorkers`
+        self._reporting = threading.Lock()  # guards the next one, and the order of events
+        self._steps_reported = 0
         self._lock = threading.Lock()  # guards the next three: the scheduler and the output workers change them
         self._last_event = time.perf_counter()
         self._seconds: dict[str, float] = {}  # by stage
@@ -162,7 +165,21 @@ class Job:
         before, self._previews_due[image.index] = self._previews_due.get(image.index, 0), due
         return due > before
 
-    def emit(self, event: StepEvent | ImageEvent) -> None:
-        """Call the listener, if there is one."""
+    def report_step(self, done: int, preview: str | None = None, index: int | None = None) -> None:
+        """Emit that `done` steps of all images are done. `preview`: of the image `index`, if there is one.
+
+        Steps may have been reported while a preview was encoded. It then has the number of the last one, so that
+        progress never goes back.
+        """
+        with self._reporting:
+            self._steps_reported = max(self._steps_reported, done)
+            self._emit(StepEvent(self._steps_reported, self.steps, preview, index))
+
+    def report_image(self, image: ImageEvent) -> None:
+        """Emit a finished image."""
+        with self._reporting:
+            self._emit(image)
+
+    def _emit(self, event: StepEvent | ImageEvent) -> None:
         if self.listener is not None:
             self.listener(event)

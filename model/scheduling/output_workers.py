@@ -2,7 +2,8 @@
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 
 import numpy as np
 
@@ -13,14 +14,17 @@ from model.images.metadata import metadata_text
 from model.images.pending import PendingImage
 from model.pipeline.finish import finish
 from model.pipeline.preview import Preview
-from model.scheduling.job import ImageEvent, Job, StepEvent
+from model.scheduling.job import ImageEvent, Job
 
 _BLANKED = "images.{index}: the safety checker flagged this image, and it was replaced by a black one."
 THREADS = max(2, min(8, (os.cpu_count() or 1) // 2))  # encoding takes about 10 ms; eight images may finish at once
 
 
 class OutputWorkers:
-    """Any thread may call `submit_image` and `submit_preview`, which return at once."""
+    """The previews and the file of one image are encoded in the order in which they were submitted.
+
+    `submit_image` and `submit_preview` return at once. One thread may call them.
+    """
 
     def __init__(
         self,
@@ -41,15 +45,25 @@ class OutputWorkers:
     def submit_image(self, job: Job, image: ImageState) -> None:
         """Wait for an image whose stages are finished, and encode it. The last one of a job sets its result."""
         assert image.pixels is not None
-        self._threads.submit(self._encode, job, image.index, image.pixels)
+        self._submit(job, image.index, partial(self._encode, job, image.index, image.pixels))
 
-    def submit_preview(self, job: Job, steps_done: int, preview: Preview, index: int) -> None:
-        """Encode a preview of an image, and emit a step event with it. `index`: of the image in its request."""
-        self._threads.submit(self._send_preview, job, steps_done, preview, index)
+    def submit_preview(self, job: Job, steps_done: int, index: int, preview: Preview) -> None:
+        """Encode a preview of image `index`, and emit a step event with it."""
+        self._submit(job, index, partial(self._send_preview, job, steps_done, index, preview))
 
     def close(self) -> None:
         """Return after all submitted work is done."""
         self._threads.shutdown()
+
+    def _submit(self, job: Job, index: int, work: Callable[[], None]) -> None:
+        previous = job.outputs.get(index)
+
+        def run() -> None:
+            if previous is not None:  # a thread has begun it, because the threads begin their work in order
+                wait([previous])
+            work()
+
+        job.outputs[index] = self._threads.submit(run)
 
     def _encode(self, job: Job, index: int, pending: PendingImage) -> None:
         try:
@@ -66,14 +80,14 @@ class OutputWorkers:
             text = "" if params.metadata is None else metadata_text(params.metadata, params.seeds[index])
             data = encode_base64(finished, params.output_format, params.quality, text)
             image = ImageEvent(index, data, flagged, warning)
-            job.emit(image)
+            job.report_image(image)
             self._on_image(job, index, pixels)
             job.add_encoded_image(image)
         except Exception as error:
             self._on_failure(job, error)
 
-    def _send_preview(self, job: Job, steps_done: int, preview: Preview, index: int) -> None:
+    def _send_preview(self, job: Job, steps_done: int, index: int, preview: Preview) -> None:
         try:
-            job.emit(StepEvent(steps_done, job.steps, preview.encode(), index))
+            job.report_step(steps_done, preview.encode(), index)
         except Exception as error:
             self._on_failure(job, error)

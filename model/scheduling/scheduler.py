@@ -418,10 +418,10 @@ class Scheduler:
             return
         done = job.steps_done
         if finished or self.preview_map is None or not job.takes_preview(image):
-            job.emit(StepEvent(done, job.steps))
+            job.report_step(done)
             return
         preview = Preview(self.preview_map, self.model.loop(*key).latents(image))
-        self._workers.submit_preview(job, done, preview, image.index)
+        self._workers.submit_preview(job, done, image.index, preview)
 
     def _finish_loop(self, job: Job, image: ImageState) -> None:
         """Pass an image whose steps in a loop are done to its next loop, or to the output workers."""

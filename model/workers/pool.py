@@ -11,7 +11,6 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -161,9 +160,8 @@ class WorkerPool:
         worker = min(serving, key=lambda worker: (worker.work, self._last_given.get(worker.number, 0)))
         number = next(self._numbers)
         self._last_given[worker.number] = number
-        job.attempts += 1
         worker.jobs[number] = job
-        worker.send(Submit(number, job.params, job.missing, job.listener is not None, job.preview_every))
+        worker.send(Submit(number, job.params, job.give(), job.listener is not None, job.preview_every))
         return True
 
     def _retire(self, worker: Worker) -> None:
@@ -201,31 +199,28 @@ class WorkerPool:
                 del worker.jobs[message.number]
             if isinstance(message, Planned):
                 job.warnings, job.images_ahead = message.warnings, message.images_ahead
-            if isinstance(message, Progress) and isinstance(message.event, ImageEvent):
-                job.images[message.event.index] = message.event
-        if isinstance(message, Planned):
-            job.plan(message.steps)
-        elif isinstance(message, Progress):
-            self._emit(job, message.event)
-        elif isinstance(message, Finished):
+                job.plan(message.steps)
+            if isinstance(message, Progress):  # with the lock: an event must not arrive after one of another worker
+                self._emit(job, message.event)
+        if isinstance(message, Finished):
             job.finish(message.timings)
-        elif _is_unavailable(message):
+        elif isinstance(message, Failed) and _is_unavailable(message):
             with self._lock:
                 self._failure = str(message.error)
             worker.kill_later("its device failed")
             self._retire(worker)
-        else:
+        elif isinstance(message, Failed):
             job.fail(message.error)
 
     def _emit(self, job: PoolJob, event: StepEvent | ImageEvent) -> None:
-        """Call the listener. The steps of images that arrived from another worker count as done."""
-        if isinstance(event, StepEvent):
-            job.plan(event.steps)
-            event = replace(event, step=job.steps - event.steps + event.step, steps=job.steps)
-        if job.listener is None or job.result.done():
+        """Store an image, and call the listener. Called with the lock."""
+        if isinstance(event, ImageEvent):
+            job.images[event.index] = event
+        reported = job.progress(event) if isinstance(event, StepEvent) else event
+        if reported is None or job.listener is None or job.result.done():
             return
         try:
-            job.listener(event)
+            job.listener(reported)
         except Exception:  # of this request only
             logger.exception("An event cannot be sent.")
 

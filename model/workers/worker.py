@@ -6,12 +6,13 @@ import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from dataclasses import replace
 
 from model.child_process import shut_down, start_connected_child, visible_gpu
 from model.errors import WorkerFailed
 from model.pipeline.params import GenerationParams
 from model.scheduling.interface import Listener
-from model.scheduling.job import GenerationResult, ImageEvent, assemble
+from model.scheduling.job import GenerationResult, ImageEvent, StepEvent, assemble
 from model.settings import Settings
 from model.workers.channel import Sender
 from model.workers.messages import FromWorker, Start, Status
@@ -31,6 +32,9 @@ class PoolJob:
         self.steps = 0
         self.images_ahead = 0
         self.attempts = 0  # workers that have had it
+        self._given = 0  # images that the last worker was given
+        self._steps_done = 0  # of the last event
+        self._steps_held = 0  # of the last event before the request went to another worker
         self.images: dict[int, ImageEvent] = {}  # those that have arrived, by index
         self.warnings: list[str] = []
 
@@ -45,11 +49,31 @@ class PoolJob:
         params = self.params
         return len(self.missing) * params.num_inference_steps * params.width * params.height
 
+    def give(self) -> tuple[int, ...]:
+        """Count another worker, and return the indices of the images that it must generate."""
+        self.attempts += 1
+        self._given = len(self.missing)
+        self._steps_held = self._steps_done
+        return self.missing
+
     def plan(self, steps: int) -> None:
-        """Set the steps, and end the wait for them. Later calls do nothing."""
-        self.steps = self.steps or steps
+        """Set the steps by those of the given images, and end the wait for them. Later calls do nothing."""
+        self.steps = self.steps or steps * self.params.num_images // self._given
         with suppress(InvalidStateError):
             self.planned.set_result(None)
+
+    def progress(self, event: StepEvent) -> StepEvent | None:
+        """Return a worker's event as one of the whole request. None: an earlier worker has reported that step.
+
+        Images that the worker was not given count as done. At another worker, unfinished images begin again. Neither
+        steps nor previews are reported until the request is further than before, so that progress never goes back.
+        """
+        self.plan(event.steps)
+        done = self.steps - event.steps + event.step
+        if done <= self._steps_held:
+            return None
+        self._steps_done = done
+        return replace(event, step=done, steps=self.steps)
 
     def finish(self, timings: dict[str, float]) -> None:
         """Answer with the images, which must all have arrived, unless the request was answered before."""

@@ -1,6 +1,7 @@
 """The pool's decisions, with workers that a test scripts in place of processes."""
 
 import itertools
+import signal
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import Any
@@ -44,6 +45,7 @@ class ScriptedWorker(Worker):
         self.status, self.silent_seconds = Status(True, 0, 0, 1, {}), 0.0
         self.sent: list[Any] = []
         self._pid = pid
+        self.exit_code = 70
         self._inbox: SimpleQueue[FromWorker | None] = SimpleQueue()
 
     @property
@@ -63,7 +65,8 @@ class ScriptedWorker(Worker):
     def images(self, request: Submit, *indices: int) -> None:
         self.answer(*(Progress(request.number, ImageEvent(index, f"by {self.number}")) for index in indices))
 
-    def end(self) -> None:
+    def end(self, exit_code: int = 70) -> None:
+        self.exit_code = exit_code
         self._inbox.put(None)
 
     def messages(self) -> Iterator[FromWorker]:
@@ -78,7 +81,7 @@ class ScriptedWorker(Worker):
         self.reason = self.reason or reason
 
     def reap(self) -> int | None:
-        return 70
+        return self.exit_code
 
     @property
     def requests(self) -> list[Submit]:
@@ -158,6 +161,52 @@ def test_images_that_arrived_are_not_repeated(make: Callable[..., Scene]) -> Non
     assert (result.warnings, result.timings) == (["a warning"], {"denoise": 1.0})
     assert StepEvent(4 + 3, 12) in events  # the four steps of the image that arrived count
     assert [event.index for event in events if isinstance(event, ImageEvent)] == [1, 2, 0]
+
+
+def steps_of(events: list[StepEvent | ImageEvent]) -> list[tuple[int, int, str | None]]:
+    return [(event.step, event.steps, event.preview) for event in events if isinstance(event, StepEvent)]
+
+
+@pytest.mark.parametrize("planned", [True, False], ids=["planned", "not planned"])
+def test_steps_never_go_back_when_a_request_moves(planned: bool, make: Callable[..., Scene]) -> None:
+    """Two of three images arrive, then the first worker ends. The second begins the third image again, and ends, too.
+    The third worker reports steps that the first had not reached."""
+    scene = make(3)
+    scene.load()
+    events: list[StepEvent | ImageEvent] = []
+    job = scene.pool.submit(params(1, num_images=3), events.append, 1)
+
+    def answer(worker: ScriptedWorker, steps: int, last: int, *finished: int) -> Submit:
+        eventually(lambda: bool(worker.requests), "the request")
+        [request] = worker.requests
+        progress = (Progress(request.number, StepEvent(step, steps, f"{step}")) for step in range(1, last + 1))
+        worker.answer(*([Planned(request.number, steps, 0, [])] if planned else ()), *progress)
+        worker.images(request, *finished)
+        return request
+
+    first, second, third = scene.workers
+    answer(first, 12, 10, 0, 2)
+    first.end()
+    answer(second, 4, 1)
+    second.end()
+    request = answer(third, 4, 4, 1)
+    third.answer(Finished(request.number, {}))
+    assert job.result.result(TIMEOUT_SECONDS).images == ["by 0", "by 2", "by 0"]
+    assert steps_of(events) == [(step, 12, f"{step if step < 11 else step - 8}") for step in range(1, 13)]
+
+
+def test_total_steps_are_those_of_all_images_after_a_move(make: Callable[..., Scene]) -> None:
+    """The first worker ends after an image, before it has stated the steps."""
+    scene = make()
+    scene.load()
+    first, second = scene.workers
+    job = scene.submit(num_images=3)
+    first.images(first.requests[0], 0)
+    first.end()
+    eventually(lambda: bool(second.requests), "the request at the other worker")
+    second.answer(Planned(second.requests[0].number, 8, 0, []))
+    job.planned.result(TIMEOUT_SECONDS)
+    assert job.steps == 12
 
 
 def test_images_of_a_worker_that_ends_before_it_says_so_suffice(make: Callable[..., Scene]) -> None:
@@ -315,6 +364,41 @@ def test_worker_is_started_again(make: Callable[..., Scene]) -> None:
     eventually(scene.pool.healthy, "a worker that serves")
     scene.submit()
     assert len(scene.started[1].requests) == 1
+
+
+@pytest.mark.parametrize("loads", [True, False], ids=["served", "was loading"])
+def test_killed_workers_are_started_again_without_long_pauses(loads: bool, make: Callable[..., Scene]) -> None:
+    """A pause that doubles each time would take longer than `eventually` waits for a start."""
+    scene = make(1)
+    scene.load()
+    for kills in range(1, 6):
+        if loads:
+            scene.started[-1].load()
+            eventually(scene.pool.healthy, "a worker that serves")
+        scene.started[-1].end(-signal.SIGKILL)
+        eventually(lambda kills=kills: len(scene.started) == kills + 1, "another start", 5)
+    scene.started[-1].load()
+    eventually(scene.pool.healthy, "a worker that serves")
+
+
+def test_a_kill_during_the_load_is_no_failed_load(make: Callable[..., Scene]) -> None:
+    scene = make()
+    for worker in scene.workers:
+        worker.end(-signal.SIGKILL)
+    eventually(lambda: len(scene.started) == 4, "both workers again")
+    scene.started[2].load()
+    scene.started[3].load()
+    assert scene.pool.wait_ready(ColdStart()) == RELEASE
+
+
+def test_load_fails_after_repeated_kills(make: Callable[..., Scene]) -> None:
+    """As by a kernel that is out of memory."""
+    scene = make(1)
+    for kills in range(1, 5):
+        scene.started[-1].end(-signal.SIGKILL)
+        eventually(lambda kills=kills: len(scene.started) == kills + 1, "another start")
+    with pytest.raises(WorkerFailed, match="its process ended with exit code -9"):
+        scene.pool.wait_ready(ColdStart())
 
 
 def test_one_worker_that_loads_suffices(make: Callable[..., Scene]) -> None:
