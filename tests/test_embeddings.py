@@ -75,7 +75,7 @@ def store(
 @pytest.fixture(scope="module")
 def worded(store: WritableStore, files: dict[str, Path]) -> Loaded:
     """The release with both embeddings, worded/2."""
-    assert add_embeddings(store, "worded/1", {token: [path] for token, path in files.items()}).name == "worded/2"
+    assert add_embeddings(store, "worded/1", {token: [path] for token, path in files.items()})[0].name == "worded/2"
     return load_release(store, "worded/2", detect_targets(), [], ColdStart())
 
 
@@ -172,7 +172,8 @@ def test_adds_more_to_a_version_and_signs_it(
     save_file({"clip_l": torch.ones(2, WIDTH), "clip_g": torch.ones(2, WIDTH)}, one)
     with pytest.raises(BadEmbedding, match="worded/2 has no free row for 3 vectors: text_encoder has rows for 2 more"):
         add_embeddings(opened, "worded/2", {"<dog>": [files["<cat>"]]})
-    manifest = add_embeddings(opened, "worded/2", {"<dog>": [one]}, key)
+    manifest, is_new = add_embeddings(opened, "worded/2", {"<dog>": [one]}, key)
+    assert is_new and add_embeddings(opened, "worded/2", {"<dog>": [one]}, key) == (manifest, False)
     assert manifest.name == "worded/3"
     assert json.loads(manifest.builder["embeddings"]).keys() == {*VECTORS, "<dog>"}
     again = load_release(opened, "worded/3", detect_targets(), [], ColdStart(), public_keys=[public_key(key)])
@@ -204,7 +205,7 @@ def test_reads_releases_whose_tokenizers_have_the_tokens(store: WritableStore, w
     save_file({"clip_l": torch.ones(2, WIDTH), "clip_g": torch.ones(2, WIDTH)}, one)
     with pytest.raises(BadEmbedding, match="'<Cat>_1' is in the release's tokenizer already, as '<cat>_1'"):
         add_embeddings(opened, "worded/9", {"<Cat>_1": [one]})
-    added = add_embeddings(opened, "worded/9", {"<cat>_3": [one]})
+    added, _ = add_embeddings(opened, "worded/9", {"<cat>_3": [one]})
     assert added.schema_version == 5
     assert {*(rows for record in added.tokenizers.values() for rows in (record.embeddings or {}).values())} == {
         tuple(range(first + 4, first + 6)) for first in {len(tokenizer.get_vocab()) - 4}
@@ -368,11 +369,12 @@ def test_refuses_options_that_are_not_token_and_file(text: str) -> None:
 
 def test_the_command_publishes_the_next_version(store: WritableStore, files: dict[str, Path], tmp_path: Path) -> None:
     folder = copy_store(store, tmp_path / "store")
-    options = [f"{token}={path}" for token, path in files.items()]
-    result = CliRunner().invoke(app, ["add-embedding", "worded/1", *options, "--store", str(folder)])
-    assert result.exit_code == 0, result.output
-    newest = open_writable_store(folder).releases()[-1]
-    assert f"Published {newest} with <cat>, <ink>." in " ".join(result.output.split())
+    for result in ("Published", "Unchanged since"):
+        arguments = ["add-embedding", "worded/1", f"<ink>={files['<ink>']}", "--store", str(folder)]
+        done = CliRunner().invoke(app, arguments)
+        assert done.exit_code == 0, done.output
+        newest = open_writable_store(folder).releases()[-1]
+        assert f"{result} {newest} with <ink>." in " ".join(done.output.split())
 
 
 def test_a_plan_with_rows_has_other_text_encoders_only(toy_plan: BuildPlan) -> None:

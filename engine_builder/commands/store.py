@@ -143,8 +143,9 @@ def add_embedding(
     private_key = read_key(sign) if sign else None
     files = parse_embeddings(embeddings)
     with activity(f"Adding {', '.join(files)}"):
-        manifest = add_embeddings(open_cli_store(store, cache_dir), release, files, private_key)
-    console.print(f"Published [bold]{plain(manifest.name)}[/] with {plain(', '.join(files))}.", soft_wrap=True)
+        manifest, is_new = add_embeddings(open_cli_store(store, cache_dir), release, files, private_key)
+    result = "Published" if is_new else "Unchanged since"
+    console.print(f"{result} [bold]{plain(manifest.name)}[/] with {plain(', '.join(files))}.", soft_wrap=True)
 
 
 def releases(

@@ -8,7 +8,6 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -18,14 +17,12 @@ from tokenizers import Tokenizer
 
 from engine_builder.backends.built import put_blob
 from engine_builder.embeddings.read import ONE_FILE_EACH, BadEmbedding, describe_width, read_embedding
-from engine_builder.releases.signing import sign
+from engine_builder.releases.publish import write_once
 from engine_builder.stores.store import WritableStore
 from model.loading.token_tables import TOKEN_TABLE
 from model.pipeline.spec import BASE, REFINER
 from model.pipeline.tokenizer import open_tokenizer
 from model.store.manifest import EMBEDDING_TOKEN, Manifest, TokenizerRecord, WeightsRecord
-from model.store.manifest_json import split_name
-from model.store.store import Store
 
 _TOKEN_REMEDY = "Choose another token, for example <cat>."
 _ROWS_REMEDY = "Build the model with more rows (`preheat build --embedding-rows`) and publish a new release."
@@ -33,11 +30,11 @@ _ROWS_REMEDY = "Build the model with more rows (`preheat build --embedding-rows`
 
 def add_embeddings(
     store: WritableStore, release: str, files: Mapping[str, Sequence[Path]], key: Ed25519PrivateKey | None = None
-) -> Manifest:
-    """Publish the next version of a release with the embeddings of these files, by token. Returns its manifest.
+) -> tuple[Manifest, bool]:
+    """Publish the next version of a release with the embeddings of these files, by token.
 
-    files: of each token, one for all text encoders or one for each. key: signs the new release. Raises BadEmbedding,
-    ReleaseNotFound, CorruptBlob or StoreError.
+    files: of each token, one for all text encoders or one for each. key: signs the new release. Returns what
+    `write_once` returns. Raises BadEmbedding, ReleaseNotFound, ReleaseExists, CorruptBlob or StoreError.
     """
     manifest = store.read_release(release)
     # Tokenizer -> the text encoders that read its ids; the first belongs to the base.
@@ -71,19 +68,13 @@ def add_embeddings(
         added[token] = ",".join(hashlib.sha256(path.read_bytes()).hexdigest() for path in paths)
     changed = manifest.model_copy(
         update={
-            "version": _next_version(store, manifest.model),
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "builder": manifest.builder | {"embeddings": json.dumps(added, sort_keys=True)},
             "tokenizers": tokenizers,
             "weights": tuple(weights),
-            "signature": None,
         }
     )
     changed = changed.model_copy(update={"schema_version": changed.required_schema})
-    if key is not None:
-        changed = sign(changed, key)
-    store.write_release(changed)
-    return changed
+    return write_once(store, changed, private_key=key)
 
 
 def parse_embeddings(options: Sequence[str]) -> dict[str, tuple[Path, ...]]:
@@ -172,9 +163,3 @@ def _write_rows(
                 table[row] = vector.to(table.dtype)
         blobs.append(put_blob(store, save(tensors)) if names else blob)
     return record.model_copy(update={"blobs": tuple(blobs)})
-
-
-def _next_version(store: Store, model: str) -> str:
-    """Return the next whole number after the versions of a model."""
-    versions = [version for _, version in map(split_name, store.releases(model))]
-    return str(max((int(version) for version in versions if version.isdigit()), default=0) + 1)

@@ -12,7 +12,7 @@ from engine_builder.quantization.validation.thresholds import Thresholds
 from engine_builder.releases.signing import public_key, sign
 from engine_builder.releases.validation_gate import quantized_engines, require_validation
 from engine_builder.stores.store import WritableStore
-from model.errors import ManifestError, PreheatError, UntrustedRelease
+from model.errors import ManifestError, PreheatError, ReleaseExists, UntrustedRelease
 from model.pipeline.spec import find_component
 from model.store.manifest import EngineRecord, Manifest
 from model.store.manifest_json import split_name
@@ -48,11 +48,8 @@ def publish(
     name: "model/version", or "model" for the next whole number.
     thresholds: the limits of the validation that 8-bit engines need; None: the defaults. accept: publish engines that
     violate them, and list the violations in the manifest. without_fp8: leave out the drafts with 8-bit engines.
-    Returns the release's manifest, and True if this call published it. Returns the newest numbered release and False if
-    no version is requested and that release has the drafts' content, unless it lacks the requested signature.
-    Raises NothingToPublish, ReleaseExists, CorruptBlob or StoreError; ManifestError for an invalid name, a damaged
-    draft, a damaged newest release or drafts that give no valid manifest; MissingFp16Engines; and as
-    `require_validation` does.
+    Returns what `write_once` returns. Raises NothingToPublish; ManifestError for an invalid name, a damaged draft or
+    drafts that give no valid manifest; MissingFp16Engines; and as `require_validation` and `write_once` do.
     """
     model, _, version = name.partition("/")
     split_name(f"{model}/{version or '1'}")  # raises for an invalid name
@@ -61,21 +58,42 @@ def publish(
     check_fp16_steps(merged)
     _check_signatures(merged)
     merged = require_validation(store, merged, thresholds or Thresholds(), accept)
+    return write_once(store, merged, version, private_key)
+
+
+def write_once(
+    store: WritableStore, content: Manifest, version: str = "", private_key: Ed25519PrivateKey | None = None
+) -> tuple[Manifest, bool]:
+    """Write a release with this content under a version, "" for the next whole number. Sign it if a key is given.
+
+    Returns the release's manifest, and True if this call wrote it. Returns an existing release and False if it has the
+    same content, and the signature if one is requested: the newest numbered one, the one of the requested version, or
+    one that was written at the same time.
+    Raises ReleaseExists for another release of that version, CorruptBlob, StoreError, or ManifestError.
+    """
+    model = content.model
+
+    def is_equal(existing: Manifest) -> bool:
+        is_signed_as_requested = private_key is None or _is_signed_with(existing, private_key)
+        return is_signed_as_requested and _content(existing) == _content(content)
+
     if not version:
         releases = [split_name(release) for release in store.releases(model)]
         numbers = sorted((number for _, number in releases if number.isdigit()), key=int)
-        if numbers:
-            newest = store.read_release(f"{model}/{numbers[-1]}")
-            is_signed_as_requested = private_key is None or _is_signed_with(newest, private_key)
-            if is_signed_as_requested and _content(newest) == _content(merged):
-                return newest, False
+        if numbers and is_equal(newest := store.read_release(f"{model}/{numbers[-1]}")):
+            return newest, False
         version = str(int(numbers[-1]) + 1 if numbers else 1)
-    manifest = merged.model_copy(
-        update={"version": version, "created": datetime.now(UTC).isoformat(timespec="seconds")}
-    )
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    manifest = content.model_copy(update={"version": version, "created": created, "signature": None})
     if private_key is not None:
         manifest = sign(manifest, private_key)
-    store.write_release(manifest)
+    try:
+        store.write_release(manifest)
+    except ReleaseExists:
+        existing = store.read_release(manifest.name)
+        if not is_equal(existing):
+            raise
+        return existing, False
     return manifest, True
 
 

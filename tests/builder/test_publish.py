@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from engine_builder.releases.publish import NothingToPublish, publish
 from engine_builder.stores.store import WritableStore, open_writable_store
@@ -114,12 +115,15 @@ def test_other_numbers_for_previews_make_no_release(store_copy: WritableStore) -
 
 def test_refuses_an_existing_name(store_copy: WritableStore) -> None:
     before = store_copy.read_release("toy-sdxl/1")
+    assert publish(store_copy, "toy-sdxl/1") == (before, False)
     with pytest.raises(ReleaseExists, match="toy-sdxl/1 is already published"):
-        publish(store_copy, "toy-sdxl/1")
+        publish(store_copy, "toy-sdxl/1", Ed25519PrivateKey.generate())
     assert store_copy.read_release("toy-sdxl/1") == before
     assert publish(store_copy, "toy-sdxl/summer")[0].version == "summer"
     assert publish(store_copy, "toy-sdxl/10")[1]
     add_draft_of_another_target(store_copy)
+    with pytest.raises(ReleaseExists, match="toy-sdxl/10 is already published"):
+        publish(store_copy, "toy-sdxl/10")
     assert publish(store_copy, "toy-sdxl")[0].version == "11"
 
 

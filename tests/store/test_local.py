@@ -285,6 +285,23 @@ def test_exactly_one_racing_publisher_wins(store: WritableLocalStore, tmp_path: 
     assert not list(store.root.rglob(".incoming-*"))
 
 
+@pytest.mark.parametrize("version", ["", "7"], ids=["next number", "named"])
+@pytest.mark.parametrize("others", [0, 2], ids=["same content", "other contents"])
+def test_publishers_at_the_same_time(others: int, version: str, store: WritableLocalStore) -> None:
+    """One wins. Those with its content get its release, the others an error."""
+    draft = releases.draft_release(store)
+    contents = [draft.model_copy(update={"builder": {"source": str(max(0, n - 3 + others))}}) for n in range(4)]
+    answers = releases.publish_at_once(store, contents, version)
+    [name] = store.releases()
+    winner = store.read_release(name).builder
+    exists = f"{name} is already published, and releases are written once. Choose another version."
+    expected = ["unchanged" if content.builder == winner else exists for content in contents]
+    assert name == f"toy/{version or 1}" and answers.count("published") == 1
+    assert [answer for answer in answers if answer != "published"] == [
+        text for text, answer in zip(expected, answers, strict=True) if answer != "published"
+    ]
+
+
 # -- records ------------------------------------------------------------------------------------------------------
 
 

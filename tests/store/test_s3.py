@@ -323,6 +323,12 @@ def test_publisher_with_lost_answer_wins(open_bucket: Opener, proxy: FaultyProxy
         store.write_release(manifest)
 
 
+def test_publishers_of_one_content_at_the_same_time(open_bucket: Opener) -> None:
+    store = open_bucket()
+    answers = releases.publish_at_once(store, [releases.draft_release(store)] * 4, "")
+    assert sorted(answers) == ["published"] + 3 * ["unchanged"] and store.releases() == ["toy/1"]
+
+
 PUBLISH = """
     import sys
     from pathlib import Path

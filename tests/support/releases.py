@@ -8,6 +8,9 @@ import functools
 import hashlib
 import json
 import tempfile
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +24,11 @@ from torch import nn
 
 from engine_builder.backends.aot_inductor import compile as compiler
 from engine_builder.networks.network import Network
+from engine_builder.releases.publish import write_once
 from engine_builder.stores.store import WritableStore
 from model.denoising.noise_schedule import NoiseSchedule
 from model.engines.shapes import dtype_name
+from model.errors import ReleaseExists
 from model.loading.target import Target, detect_targets
 from model.store.manifest import (
     Accuracy,
@@ -40,6 +45,7 @@ from model.store.manifest import (
 )
 from model.store.precision import FP32
 from tests.support.components import BASE_COMPONENTS, REFINER_COMPONENTS
+from tests.support.waiting import TIMEOUT_SECONDS
 
 RELEASE_NAME = "toy/1"
 _SHAPE = ("rows", 4, "height/8", "width/8")
@@ -200,3 +206,32 @@ def toy_constants(changes: dict[str, dict[str, Any]] | None = None) -> bytes:
     for name, change in (changes or {}).items():
         constants[name] = constants.get(name, {}) | change
     return json.dumps(constants, sort_keys=True).encode()
+
+
+class _Simultaneous:
+    """A store for threads that publish at once: each has chosen a version before the first one writes."""
+
+    def __init__(self, store: WritableStore, writers: int) -> None:
+        self._store = store
+        self._barrier = threading.Barrier(writers)
+
+    def write_release(self, manifest: Manifest) -> None:
+        self._barrier.wait(TIMEOUT_SECONDS)
+        self._store.write_release(manifest)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def publish_at_once(store: WritableStore, contents: Sequence[Manifest], version: str) -> list[str]:
+    """Publish all contents at the same time. Returns for each "published", "unchanged" or the error."""
+    simultaneous: Any = _Simultaneous(store, len(contents))
+
+    def publish(content: Manifest) -> str:
+        try:
+            return "published" if write_once(simultaneous, content, version)[1] else "unchanged"
+        except ReleaseExists as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(contents)) as threads:
+        return list(threads.map(publish, contents))
