@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from contextlib import suppress
 from multiprocessing import parent_process
 from multiprocessing.context import SpawnProcess
 
@@ -10,21 +11,33 @@ _EXIT_GRACE_SECONDS = 2.0
 
 
 def end_with_parent() -> None:
-    """End this process when its parent ends, even by kill -9. Ctrl-C is left to the parent."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """End this process, and what it has started, when its parent ends, even by kill -9. Signals are left to the parent.
+
+    A terminal or a service manager sends them to all processes. The parent then ends this one.
+    """
+    os.setsid()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
 def end_process(process: SpawnProcess) -> None:
-    """Wait until a process ends. Kills it after a grace period."""
+    """Wait until a process ends. Kills it after a grace period; see `kill_process`."""
     process.join(_EXIT_GRACE_SECONDS)
-    if process.is_alive():
+    kill_process(process)
+
+
+def kill_process(process: SpawnProcess) -> None:
+    """End a process that called `end_with_parent`, and what it has started, for example a compiler."""
+    if process.is_alive() and process.pid is not None:
+        with suppress(ProcessLookupError):  # it has no group yet
+            os.killpg(process.pid, signal.SIGKILL)
         process.kill()
-        process.join()
+    process.join()
 
 
 def _exit_with_parent() -> None:
     parent = parent_process()
     assert parent is not None
     parent.join()
-    os._exit(1)
+    os.killpg(0, signal.SIGKILL)

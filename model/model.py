@@ -23,6 +23,7 @@ from model.settings import read_settings
 
 if TYPE_CHECKING:
     from model.api.service import Service
+    from model.api.shutdown import GracefulShutdown
     from model.loading.served import ServedRelease
     from model.scheduling.interface import JobScheduler
 
@@ -47,6 +48,7 @@ class Model:
         self._application = find_application()  # now, because the imports of the load add many objects to search
         self._scheduler: JobScheduler[Any] | None = None
         self._service: Service | None = None
+        self._shutdown: GracefulShutdown | None = None
         self._failed = False
 
     def load(self) -> None:
@@ -77,12 +79,19 @@ class Model:
         self._prefetch.close()
 
         from model.api.service import Service
+        from model.api.shutdown import GracefulShutdown
 
         self._service = Service(release, self._scheduler, self._cold_start, self._settings.log_prompts)
         if self._application is None:
-            logger.warning("Truss's application was not found, so the bodies of requests have no limit of their size.")
+            logger.warning(
+                "Truss's application was not found. So the bodies of requests have no limit of their size, and SIGTERM "
+                "has no grace period."
+            )
         else:
             limit_bodies(self._application, self._service.refuse)
+            self._shutdown = GracefulShutdown(self._settings.grace_seconds, self._service.refuse)
+            assert self._application.middleware_stack is not None
+            self._application.middleware_stack = self._shutdown.wrap(self._application.middleware_stack)
 
     def _load_here(self) -> "tuple[ServedRelease, JobScheduler[Any]]":
         """Load the release in this process."""
@@ -115,10 +124,11 @@ class Model:
         return await self._service.answer(request, http)
 
     async def is_healthy(self) -> bool:
-        """True once the model is loaded, as long as the device works and steps make progress."""
+        """True once the model is loaded, as long as the device works, steps make progress and no shutdown has begun."""
         from model import metrics
 
-        healthy = self._scheduler is not None and self._scheduler.healthy()
+        is_stopping = self._shutdown is not None and self._shutdown.has_begun
+        healthy = self._scheduler is not None and self._scheduler.healthy() and not is_stopping
         metrics.HEALTHY.set(healthy)
         return healthy
 

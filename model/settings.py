@@ -29,6 +29,7 @@ _VARIABLES: dict[str, tuple[str, ...]] = {
     "safety": ("PREHEAT_SAFETY",),
     "cache_dir": ("PREHEAT_CACHE_DIR",),
     "cache_bytes": ("PREHEAT_CACHE_BYTES",),
+    "grace_seconds": ("PREHEAT_GRACE_SECONDS",),
     "endpoint": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
     "region": ("AWS_REGION", "AWS_DEFAULT_REGION"),
     "profile": ("AWS_PROFILE",),
@@ -54,6 +55,14 @@ def _parse_bytes(value: Any) -> int:
     if isinstance(value, bool) or not digits.isdecimal() or unit not in _UNITS or not int(digits):
         raise refusal(f"got {format_value(value)}, expected a whole number of bytes or a size like 20GiB")
     return int(digits) * _UNITS[unit]
+
+
+def _parse_number(value: Any) -> Any:
+    """Return the number of a text: a variable of the environment."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise refusal(f"got {format_value(value)}, expected a number of seconds") from error
 
 
 def _split_names(value: Any) -> Any:
@@ -139,6 +148,8 @@ class Settings(StrictModel):
     """Bands that each image is divided into. `gpus_per_image` is a multiple of it: each GPU of so many computes one."""
     lora_cache_bytes: Annotated[int, BeforeValidator(_parse_bytes)] = 4 * 2**30
     """Limit of the adapters that stay on the device when they are not used."""
+    grace_seconds: Annotated[Seconds, BeforeValidator(_parse_number)] = 25.0
+    """Seconds after SIGTERM in which accepted requests finish. Then all others are answered with status 503."""
     log_prompts: bool = False
     safety: Annotated[Safety, BeforeValidator(_name_off)] = "off"
     """What happens with images that the release's safety checker flags: nothing, as it is not loaded (off); the answer

@@ -193,9 +193,17 @@ def run_build(store: WritableStore, plan: "BuildPlan", jobs: int | None = None) 
     print_plan(plan)
     started = time.perf_counter()
     remaining = RemainingTime()
-    with progress(remaining.seconds) as report:
-        processes = jobs or default_processes(target)
-        result = build_model(plan, store, report, TUNING / target.key, processes, remaining)
+    try:
+        with progress(remaining.seconds) as report:
+            processes = jobs or default_processes(target)
+            result = build_model(plan, store, report, TUNING / target.key, processes, remaining)
+    except KeyboardInterrupt:
+        console.print(
+            f"The build is stopped, and nothing is published. {plain(store.url)} keeps the finished engines. The same "
+            "command continues.",
+            soft_wrap=True,
+        )
+        raise
     print_comparison(result)
     print_engines(result, target.key)
     console.print(f"Built in {time.perf_counter() - started:.0f} s: {plain(store.url)}")

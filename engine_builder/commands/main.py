@@ -49,6 +49,7 @@ from engine_builder.commands.store import (
     verify,
 )
 from engine_builder.commands.triton import export_triton, triton_client
+from engine_builder.interrupts import handle_signals, last_signal
 from engine_builder.local_server import demo as demo_run
 from engine_builder.local_server.client import check_output_paths, save_images
 from engine_builder.local_server.client import generate as call
@@ -56,6 +57,7 @@ from engine_builder.local_server.endpoint import parse_endpoint
 from model.child_process import exit_now, hangs_at_exit
 from model.errors import PreheatError
 
+_INTERRUPTED = 130  # typer's exit code after KeyboardInterrupt
 PROGRAM = "preheat"  # also where it is started as a module
 app = typer.Typer(
     no_args_is_help=True,
@@ -115,10 +117,14 @@ def help_page(command: Annotated[list[str] | None, typer.Argument(help="The comm
 
 
 def main() -> None:
-    """Run the command. A PreheatError ends it with status 1 and no traceback."""
+    """Run the command. A PreheatError ends it with status 1 and no traceback, a signal with 128 and its number."""
+    handle_signals()
     try:
         _run()
     except SystemExit as end:
+        if end.code == _INTERRUPTED:
+            _print_error(f"Stopped by {last_signal().name}.")
+            end.code = 128 + last_signal()
         if hangs_at_exit():
             exit_now(end.code if isinstance(end.code, int) else 1)
         raise
@@ -167,7 +173,11 @@ def serve(
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port on 127.0.0.1.")] = 8080,
     cache_dir: CacheOption = None,
 ) -> None:
-    """Run the real Truss server on this machine until it is interrupted."""
+    """Run the real Truss server on this machine until it is interrupted.
+
+    Ctrl-C and SIGTERM let accepted requests finish within the grace period (PREHEAT_GRACE_SECONDS). A second Ctrl-C
+    ends it.
+    """
     opened_store = open_cli_store(store, cache_dir)
     opened_store.read_release(release)  # a missing release is refused before the server's files are laid out
     with demo_run.serving(ROOT, config, SERVERS, opened_store.url, release, port) as server:
@@ -178,7 +188,7 @@ def serve(
         try:
             code = server.wait()
         except KeyboardInterrupt:
-            console.print("Stopping")
+            console.print("Stopping after the accepted requests")
             return
     raise PreheatError(f"The server ended unexpectedly (exit code {code}).")
 

@@ -36,7 +36,8 @@ from engine_builder.gateway.openai_requests import Files, ImageCall
 from engine_builder.gateway.recording import recorded
 from model.api.body_limit import BodyLimit
 from model.api.request import GenerationRequest
-from model.errors import Overloaded, PreheatError
+from model.api.shutdown import RETRY_SECONDS, GracefulShutdown, until_shutdown, wait_for_end
+from model.errors import Overloaded, PreheatError, Unavailable
 
 PAGE = Path(__file__).with_name("page")
 MAX_IMAGE_FILES = 16  # of one request; OpenAI's limit
@@ -63,7 +64,11 @@ T = TypeVar("T")
 class Gateway:
     """The endpoints. `build` makes the application."""
 
-    def __init__(self, backends: Backends, keys: Keys, history: History | None = None) -> None:
+    def __init__(
+        self, backends: Backends, keys: Keys, history: History | None = None, shutdown: GracefulShutdown | None = None
+    ) -> None:
+        """`shutdown`: the middleware that the application runs in, if any."""
+        self._shutdown = shutdown
         self._backends = backends
         self._keys = keys
         self._history = history
@@ -213,9 +218,10 @@ class Gateway:
         except BaseException:
             key.give_back(images)  # nothing was generated
             raise
-        if self._history is None:
-            return accepted
-        return replace(accepted, events=recorded(self._history, key.name, native, accepted.events))
+        events = _until_shutdown(http, accepted.events)
+        if self._history is not None:
+            events = recorded(self._history, key.name, native, events)
+        return replace(accepted, events=events)
 
     async def models(self, http: Request) -> Response:
         """`GET /v1/models`: the releases of all backends."""
@@ -262,7 +268,8 @@ class Gateway:
         backends = [
             {"url": backend.name, "up": backend.is_up(), "images": backend.images} for backend in self._backends.all
         ]
-        up = any(backend.is_up() for backend in self._backends.all)
+        is_stopping = self._shutdown is not None and self._shutdown.has_begun
+        up = not is_stopping and any(backend.is_up() for backend in self._backends.all)
         shown = {} if self._keys.required else {"backends": backends}
         return JSONResponse({"status": "ok" if up else "unavailable", **shown}, 200 if up else 503)
 
@@ -310,22 +317,36 @@ class LocalOnly:
 
 
 async def _unless_disconnected(http: Request, work: Awaitable[T]) -> T:
-    """Return the result of `work`. If the client leaves first, cancel it and raise ClientDisconnect."""
-
-    async def disconnect() -> None:
-        while (await http.receive())["type"] != "http.disconnect":
-            pass
-
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
+    """Return the result of `work`. Cancel it if the client leaves first (ClientDisconnect), or the grace period of a
+    shutdown is over (ApiError)."""
+    working, ending = asyncio.ensure_future(work), asyncio.create_task(wait_for_end(http))
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((working, ending), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ClientDisconnect
+            raise _stopping(error) if isinstance(error := ending.result(), Unavailable) else ClientDisconnect
         return working.result()
     finally:
-        for task in (working, leaving):
+        for task in (working, ending):
             task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        await asyncio.gather(working, ending, return_exceptions=True)
+
+
+async def _until_shutdown(http: Request, events: AsyncIterator[Event]) -> AsyncIterator[Event]:
+    """Yield the events of a server. Raises ApiError when the grace period of a shutdown is over."""
+    try:
+        async for event in until_shutdown(http, events):
+            yield event
+    except Unavailable as error:
+        raise _stopping(error) from error
+
+
+def _stopping(error: PreheatError) -> ApiError:
+    return ApiError(503, str(error), None, "unavailable", RETRY_SECONDS)
+
+
+def refuse_stopping(scope: Scope, error: PreheatError) -> Response:
+    """Return the answer to a request that arrives during a shutdown."""
+    return _error_response(scope, _stopping(error))
 
 
 async def _json_object(http: Request) -> dict[str, Any]:

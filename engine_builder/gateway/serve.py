@@ -1,22 +1,25 @@
 """Run the gateway's application with uvicorn."""
 
 import errno
+import signal
 import socket
 from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
 
-from engine_builder.gateway.app import Gateway
+from engine_builder.gateway.app import Gateway, refuse_stopping
 from engine_builder.gateway.backend import parse_backend
 from engine_builder.gateway.backends import Backends
 from engine_builder.gateway.errors import GatewayConfigError
 from engine_builder.gateway.history import History
 from engine_builder.gateway.keys import Keys, read_keys
+from model.api.shutdown import GracefulShutdown
 from model.errors import PreheatError
+from model.settings import read_settings
 
 _BACKLOG = 2048  # connections; uvicorn's default
-_GRACE_SECONDS = 10  # for requests in flight when the gateway ends
+_EXIT_SECONDS = 5  # after the grace period, for connections that are still open
 
 
 @dataclass(frozen=True)
@@ -45,19 +48,22 @@ def prepare(
     except PreheatError:
         listener.close()
         raise
-    application = Gateway(servers, keys, history).build()
+    shutdown = GracefulShutdown(read_settings(variables=["grace_seconds"]).grace_seconds, refuse_stopping)
+    application = shutdown.wrap(Gateway(servers, keys, history, shutdown).build())
     config = uvicorn.Config(
         application,
         log_level="warning",
         access_log=False,
-        timeout_graceful_shutdown=_GRACE_SECONDS,
+        timeout_graceful_shutdown=_EXIT_SECONDS,
         server_header=False,
     )
     return Prepared(uvicorn.Server(config), listener, servers)
 
 
 def run(prepared: Prepared) -> None:
-    """Serve until the process is interrupted."""
+    """Serve until SIGINT, SIGTERM or SIGHUP, and then until the requests in flight are answered."""
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     prepared.server.run(sockets=[prepared.listener])
 
 

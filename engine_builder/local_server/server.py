@@ -20,6 +20,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -27,7 +28,7 @@ from typing import Any, Self
 import httpx
 
 from engine_builder.truss_config import read_truss_config
-from model.errors import PreheatError
+from model.errors import ConfigError, PreheatError
 from model.settings import read_settings
 
 # Variables that a container gets from its host. The server gets no other variables of this environment.
@@ -36,6 +37,7 @@ _PASSED_VARIABLES = re.compile(
     r"|PATH|LD_LIBRARY_PATH|LANG|TZ|TMPDIR|SSL_CERT_FILE|NO_PROXY|no_proxy"
 )
 _POLL_SECONDS = 0.05
+_EXIT_SECONDS = 10.0  # after the grace period, for the answers and the end of the process
 _ERROR_LOG_LINES = 8
 _BACKLOG = 2048  # connections; uvicorn's default
 _TRACEBACK = "Traceback (most recent call last):\n"
@@ -139,6 +141,7 @@ class Server:
         self.port = port or 0
         self._environment = dict(environment or {})
         self._log_path = log
+        self._grace_seconds = 0.0
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._log: _Log | None = None
@@ -168,6 +171,10 @@ class Server:
     def _start(self, listener: int) -> None:
         self._scratch = tempfile.TemporaryDirectory(prefix="preheat-server-", ignore_cleanup_errors=True)
         home = Path(self._scratch.name)
+        variables = self._variables(home)
+        with suppress(ConfigError):  # the server refuses to start
+            section = (self.layout.config.get("model_metadata") or {}).get("preheat")
+            self._grace_seconds = read_settings(section, environment=variables).grace_seconds
         self._log = _Log(self._log_path or home / "server.log")
         with self._log.path.open("wb") as log:
             self._process = subprocess.Popen(
@@ -175,7 +182,7 @@ class Server:
                 # even if the process is killed.
                 [sys.executable, "-S", "-P", "-u", str(_LAUNCHER), str(listener), _import_path(self.layout)],
                 cwd=self.layout.app,
-                env=self._variables(home),
+                env=variables,
                 stdin=subprocess.PIPE,  # never written; it closes with this process, and the server then ends
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -221,9 +228,12 @@ class Server:
         assert exit_code is not None
         return exit_code
 
-    def stop(self, grace: float = 10.0) -> None:
-        """End the process and its children. Requests in flight have `grace` seconds to finish."""
-        self._end(grace)
+    def stop(self) -> None:
+        """End the process and its children. Accepted requests finish within the server's own grace period.
+
+        KeyboardInterrupt ends the grace period: the server answers the remaining requests with status 503.
+        """
+        self._end(self._grace_seconds + _EXIT_SECONDS)
         if self._scratch is not None:
             self._scratch.cleanup()
             self._scratch = None
@@ -260,15 +270,22 @@ class Server:
         process = self._process
         if process is None:
             return
-        os.kill(process.pid, signal.SIGTERM)
-        deadline = time.monotonic() + grace
-        while self._exit_code() is None and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
+        try:
+            os.kill(process.pid, signal.SIGTERM)
+            self._wait_exit(grace)
+        except KeyboardInterrupt:
+            os.kill(process.pid, signal.SIGINT)
+            self._wait_exit(_EXIT_SECONDS)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         assert process.stdin is not None
         process.stdin.close()
         self._process = None
+
+    def _wait_exit(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self._exit_code() is None and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
 
     def _failed(self, event: str) -> ServerFailed:
         """Stop the server. Returns an error with the logged reason, `event` and the last messages."""

@@ -26,6 +26,7 @@ from model.api.describe import describe
 from model.api.images import resolve_with_images
 from model.api.request import GenerationRequest, GenerationResponse, ImageResult
 from model.api.resolve import resolve
+from model.api.shutdown import RETRY_SECONDS, wait_for_end
 from model.cold_start import ColdStart
 from model.errors import (
     AdapterError,
@@ -61,7 +62,8 @@ STATUS: dict[type[PreheatError], tuple[int, str]] = {
 }
 _OTHER_ERROR = (500, "failed")
 Watcher = asyncio.Task[PreheatError]
-"""Returns the error of a request whose client leaves or whose deadline passes. Cancelled at the answer."""
+"""Returns the error of a request whose client leaves, whose deadline passes, or whose server stops. Cancelled at the
+answer."""
 
 
 @dataclass
@@ -166,7 +168,7 @@ class Service:
 
     def _watch(self, http: Request) -> Watcher:
         """Start the watcher of a request that has just arrived."""
-        watcher = asyncio.get_running_loop().create_task(self._wait_for_disconnect_or_deadline(http))
+        watcher = asyncio.get_running_loop().create_task(self._wait_for_end_or_deadline(http))
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
         return watcher
@@ -175,17 +177,14 @@ class Service:
         if not watcher.cancelled():
             self._scheduler.cancel(job, watcher.result())
 
-    async def _wait_for_disconnect_or_deadline(self, http: Request) -> PreheatError:
+    async def _wait_for_end_or_deadline(self, http: Request) -> PreheatError:
         seconds = self._scheduler.limits.deadline_seconds
         try:
             async with asyncio.timeout(seconds):
-                # The body has been read, so the next message is the client's disconnect. This arrives at once; Truss's
-                # own `request.state.watch_disconnect` polls once a second.
-                while (await http.receive())["type"] != "http.disconnect":
-                    pass
+                # A disconnect arrives at once; Truss's own `request.state.watch_disconnect` polls once a second.
+                return await wait_for_end(http)
         except TimeoutError:
             return DeadlineExceeded(f"The images were not finished within {seconds:g} s.")
-        return Cancelled("The client left.")
 
     async def _stream_events(
         self, context: RequestContext, job: RequestJob, events: "asyncio.Queue[StepEvent | ImageEvent | None]"
@@ -248,6 +247,8 @@ class Service:
             body["field"] = error.field
         elif isinstance(error, Overloaded):
             headers["Retry-After"] = str(error.retry_after)
+        elif isinstance(error, Unavailable):
+            headers["Retry-After"] = str(RETRY_SECONDS)
         elif isinstance(error, BrokenImage) and context.params is not None:
             body["error"] += f" The request's seed was {context.params.seed}."
         elif kind == "failed":

@@ -25,7 +25,7 @@ from engine_builder.backends.built import CompileError
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.networks.network import ModuleReader, Network, load_network
 from engine_builder.quantization.quantize import quantize_layers
-from engine_builder.worker_process import end_process, end_with_parent
+from engine_builder.worker_process import end_process, end_with_parent, kill_process
 from model.errors import PreheatError
 from model.loading.target import Target
 from model.pipeline.spec import find_component
@@ -137,7 +137,7 @@ def _compile_in_processes(
         for worker, process in workers.items():
             worker.close()
             if worker in running:
-                process.terminate()
+                kill_process(process)
             end_process(process)
 
 
