@@ -81,6 +81,7 @@ test-load: export PREHEAT_LOAD_SECONDS ?= 120
 test-load: export PREHEAT_SOAK_IMAGES ?= 1000
 test-load: export PREHEAT_GATEWAY_SECONDS ?= 60
 test-load: export PREHEAT_FUZZ_BODIES ?= 5000
+test-load: export PREHEAT_KILL_SECONDS ?= 90
 test-load: export PREHEAT_FUZZ_IMAGES ?= 2000
 test-load: export PREHEAT_FUZZ_CONFIGS ?= 200
 test-load: export PREHEAT_ATTACK_SECONDS ?= 15

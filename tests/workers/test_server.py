@@ -2,13 +2,10 @@
 
 import os
 import re
-import shutil
 import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,39 +13,17 @@ import httpx
 import psutil
 import pytest
 
-from engine_builder.local_server.server import Layout, Server, ServerFailed, with_metadata
+from engine_builder.local_server.server import Layout, Server, ServerFailed
 from engine_builder.stores.store import WritableStore
 from model.workers.process import METRICS_SECONDS
 from tests.conftest import READY_SECONDS
 from tests.support.images import largest_difference, pixels
 from tests.support.predictions import PREDICT_PATH, http_client
 from tests.support.waiting import TIMEOUT_SECONDS, eventually
+from tests.support.workers import log_of, serving, started, worker_pids
 
 REQUEST = {"prompt": "a red circle on a blue background", "seed": 3, "num_inference_steps": 6, "output_format": "png"}
 LONG = REQUEST | {"num_inference_steps": 50, "num_images": 2}
-STUCK_SECONDS = 6
-
-
-def worker_pids(server: Server) -> list[int]:
-    """Return the processes of a server's workers."""
-    children = psutil.Process(server.pid).children()
-    return [child.pid for child in children if "model.workers.process" in " ".join(child.cmdline())]
-
-
-@contextmanager
-def started(layout: Layout, store: WritableStore, release: str, folder: Path, **settings: Any) -> Iterator[Server]:
-    root = folder / "root"
-    shutil.copytree(layout.root, root)
-    # Declared secrets, as in the shipped configs: Truss's mapping cannot be sent to another process.
-    config = layout.config | {"secrets": {"aws_access_key_id": None, "aws_secret_access_key": None}}
-    copied = replace(layout, root=root, app=root / "app", packages=root / "packages", config=config)
-    metadata = layout.config["model_metadata"]
-    limits = {"stuck_seconds": STUCK_SECONDS, "max_queue": 16}
-    metadata = metadata | {"preheat": metadata["preheat"] | {"workers": 2, "limits": limits} | settings}
-    environment = {"PREHEAT_STORE": store.url, "PREHEAT_RELEASE": release}
-    with Server(with_metadata(copied, metadata), environment=environment, log=folder / "server.log") as running:
-        running.wait_ready(READY_SECONDS)
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -75,19 +50,9 @@ def client(pool: Server) -> Iterator[httpx.Client]:
         yield client
 
 
-def log_of(server: Server) -> str:
-    return (server.layout.root.parent / "server.log").read_text()
-
-
 def moved(server: Server) -> int:
     """Return the requests that went to another worker at the end of one."""
     return sum(int(count) for count in re.findall(r"worker_ended.*?moved\D+(\d+)", log_of(server)))
-
-
-def serving(server: Server) -> list[int]:
-    """Return the processes of the workers that have reported to be ready."""
-    ready = {int(pid) for pid in re.findall(r"worker_ready\W.*?pid\D+(\d+)", log_of(server))}
-    return [pid for pid in worker_pids(server) if pid in ready]
 
 
 def picture(response: httpx.Response, index: int = 0) -> Any:

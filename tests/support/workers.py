@@ -1,0 +1,56 @@
+"""Real servers with two workers."""
+
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from engine_builder.local_server.server import Layout, Server, with_metadata
+from engine_builder.stores.store import WritableStore
+from tests.conftest import READY_SECONDS
+
+STUCK_SECONDS = 6
+
+
+def worker_pids(server: Server) -> list[int]:
+    """Return the processes of a server's workers."""
+
+    def is_worker(child: psutil.Process) -> bool:
+        try:
+            return "model.workers.process" in " ".join(child.cmdline())
+        except psutil.NoSuchProcess:  # it has ended, or is a zombie
+            return False
+
+    return [child.pid for child in psutil.Process(server.pid).children() if is_worker(child)]
+
+
+@contextmanager
+def started(layout: Layout, store: WritableStore, release: str, folder: Path, **settings: Any) -> Iterator[Server]:
+    """Run a server with two workers, whose files are in `folder`. `settings` replace those of the deployment."""
+    root = folder / "root"
+    shutil.copytree(layout.root, root)
+    # Declared secrets, as in the shipped configs: Truss's mapping cannot be sent to another process.
+    config = layout.config | {"secrets": {"aws_access_key_id": None, "aws_secret_access_key": None}}
+    copied = replace(layout, root=root, app=root / "app", packages=root / "packages", config=config)
+    metadata = layout.config["model_metadata"]
+    limits = {"stuck_seconds": STUCK_SECONDS, "max_queue": 16}
+    metadata = metadata | {"preheat": metadata["preheat"] | {"workers": 2, "limits": limits, **settings}}
+    environment = {"PREHEAT_STORE": store.url, "PREHEAT_RELEASE": release}
+    with Server(with_metadata(copied, metadata), environment=environment, log=folder / "server.log") as running:
+        running.wait_ready(READY_SECONDS)
+        yield running
+
+
+def log_of(server: Server) -> str:
+    return (server.layout.root.parent / "server.log").read_text()
+
+
+def serving(server: Server) -> list[int]:
+    """Return the processes of the workers that have reported to be ready."""
+    ready = {int(pid) for pid in re.findall(r"worker_ready\W.*?pid\D+(\d+)", log_of(server))}
+    return [pid for pid in worker_pids(server) if pid in ready]
