@@ -46,6 +46,16 @@ STAGE_SECONDS = Histogram(
     ["stage"],
     buckets=_SECONDS_BOUNDS,
 )
+PREPARATION_WAIT = Histogram(
+    "preheat_preparation_wait_seconds",
+    "Time that an input image, or long prompts, waited to be decoded or read.",
+    buckets=_SECONDS_BOUNDS,
+)
+PREPARATION_SECONDS = Histogram(
+    "preheat_preparation_seconds",
+    "Time to decode an input image, to read the headers of a request's images, or to read long prompts.",
+    buckets=_SECONDS_BOUNDS,
+)
 REQUEST_SECONDS = Histogram(
     "preheat_request_seconds", "Time from arrival to the finished images, by task.", ["task"], buckets=_SECONDS_BOUNDS
 )
@@ -87,6 +97,12 @@ for _task in get_args(Task):
 for _unet in loop_unets():
     ACTIVE.labels(_unet.name)
     STEPS.labels(_unet.name)
+
+
+def observe_preparation(waited: float, worked: float) -> None:
+    """Count work that precedes the scheduler: the seconds that it has waited, and that it has taken."""
+    PREPARATION_WAIT.observe(waited)
+    PREPARATION_SECONDS.observe(worked)
 
 
 def gpu_memory(device: torch.device) -> dict[str, int]:

@@ -13,6 +13,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from engine_builder.adapters.add import add_adapter
 from engine_builder.building.build import build
@@ -266,13 +267,12 @@ def test_scale_zero_leaves_an_adapter_out(client: httpx.Client, toy: Loaded) -> 
 
 @pytest.mark.parametrize("size", [(32, 32), (100, 40), (37, 91), (300, 33), (33, 99)])
 def test_encodes_the_pixels_of_clips_processor(size: tuple[int, int]) -> None:
-    from PIL import Image
     from transformers import CLIPImageProcessorPil
 
     noise = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     processor = CLIPImageProcessorPil(size=32, crop_size=32)
     expected = processor(Image.fromarray(noise), return_tensors="np")["pixel_values"]
-    actual = to_encoder_input(torch.from_numpy(reference_square(noise, 32).copy())[None])
+    actual = to_encoder_input(torch.from_numpy(reference_square(Image.fromarray(noise), 32).copy())[None])
     np.testing.assert_allclose(actual.numpy(), expected, atol=1e-5)
 
 

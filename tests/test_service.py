@@ -24,6 +24,7 @@ from starlette.responses import StreamingResponse
 
 from engine_builder.local_server.client import CallFailed, generate
 from engine_builder.local_server.server import Layout, Server, with_metadata
+from model.api.images import Part, UndecodedRequest
 from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.api.service import Service
@@ -325,25 +326,24 @@ def test_client_that_leaves_at_the_first_line_is_counted() -> None:
 
 @dataclass
 class SlowDecoder:
-    """In place of `resolve_with_images`: holds each thread until `finish`. `begun`: the prompts, in order."""
+    """In place of `read_images`: each request has two parts that take until `finish`. `begun`: their prompts."""
 
     def __post_init__(self) -> None:
         self.begun: list[str] = []
-        self.abandoned: list[str] = []
         self.finish = threading.Event()
 
-    def __call__(self, request: GenerationRequest, served: ServedModel, abandoned: Callable[[], bool]) -> Any:
-        self.begun.append(request.prompt)
-        assert self.finish.wait(READY_SECONDS)
-        if abandoned():
-            self.abandoned.append(request.prompt)
-        return resolve(request, served, (64, 64))
+    def __call__(self, request: GenerationRequest, served: ServedModel) -> UndecodedRequest:
+        def decode() -> Any:
+            self.begun.append(request.prompt)
+            assert self.finish.wait(READY_SECONDS)
+
+        return UndecodedRequest(resolve(request, served, (64, 64)), 2 * [Part(64**2, decode)])
 
 
 @pytest.fixture
 def decoder(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDecoder]:
     decoder = SlowDecoder()
-    monkeypatch.setattr("model.api.service.resolve_with_images", decoder)
+    monkeypatch.setattr("model.api.service.read_images", decoder)
     yield decoder
     decoder.finish.set()
 
@@ -364,13 +364,11 @@ def test_deadline_includes_decoding(decoder: SlowDecoder) -> None:
     async def answer_three() -> None:
         responses = await asyncio.gather(*(answer(prompt) for prompt in "abc"))
         assert [response.status_code for response in responses] == [504, 504, 504]
-        assert sorted(decoder.begun) == ["a", "b"] and not decoder.finish.is_set(), "c waited for a thread"
+        assert decoder.begun == ["a"] and not decoder.finish.is_set(), "b and c waited for the thread"
         assert (await answer("d")).status_code == 504
-        assert sorted(decoder.begun) == ["a", "b"], "the threads of a and b are still decoding"
         decoder.finish.set()
-        await until(lambda: sorted(decoder.abandoned) == ["a", "b"])
         await asyncio.sleep(0.05)
-        assert sorted(decoder.begun) == ["a", "b"], "c and d were answered before they were decoded"
+        assert decoder.begun == ["a"], "the others, and the second part of a, were answered before they were decoded"
 
     asyncio.run(answer_three())
     scheduler.close()
@@ -390,7 +388,7 @@ def test_client_that_leaves_is_not_decoded(decoder: SlowDecoder) -> None:
 
     async def answer_four() -> None:
         staying = [answer(prompt, lambda: asyncio.Event().wait()) for prompt in "ab"]
-        await until(lambda: sorted(decoder.begun) == ["a", "b"])
+        await until(lambda: decoder.begun == ["a"])
         leaving, last = answer("c", leave), answer("d", lambda: asyncio.Event().wait())
         await asyncio.sleep(0.05)
         left.set()
@@ -398,7 +396,7 @@ def test_client_that_leaves_is_not_decoded(decoder: SlowDecoder) -> None:
         assert not decoder.finish.is_set()
         decoder.finish.set()
         assert [(await task).status_code for task in (*staying, last)] == [200, 200, 200]
-        assert sorted(decoder.begun) == ["a", "b", "d"] and not decoder.abandoned
+        assert sorted(decoder.begun) == ["a", "a", "b", "b", "d", "d"]
 
     asyncio.run(answer_four())
     scheduler.close()

@@ -4,6 +4,7 @@ from collections.abc import Collection
 
 import numpy as np
 import torch
+from PIL import Image
 
 from engine_builder.building.eager_model import eager_engines, generate_eagerly, open_eager_model
 from engine_builder.checkpoints.folder import Checkpoint
@@ -90,7 +91,7 @@ def _control(model: LoadedModel, controlnet: str, pixels: Pixels) -> Control:
 def _image_prompt(model: LoadedModel, adapter: str, pixels: Pixels) -> ImagePrompt:
     """Return an IP-Adapter's use, with the generated image as the reference image."""
     [spec] = model.engines[f"{IMAGE_ENCODER}.{adapter}"].signature.inputs
-    return ImagePrompt(adapter, np.stack([reference_square(pixels, int(spec.shape[2]))]), scale=1.0)
+    return ImagePrompt(adapter, np.stack([reference_square(Image.fromarray(pixels), int(spec.shape[2]))]), scale=1.0)
 
 
 def fit_to_bucket(real_inputs: list[Inputs], network: Network, bucket: Bucket) -> list[Inputs]:

@@ -79,7 +79,7 @@ def draw_references(loaded: Loaded) -> list[Pixels]:
     images = []
     for seed, prompt in enumerate(_REFERENCES, start=3):
         reference = _generate(loaded, prompt, seed)
-        levels = np.stack([reference_square(reference, side)])
+        levels = np.stack([reference_square(Image.fromarray(reference), side)])
         image_prompt = ImagePrompt("colour", levels, scale=1.0)
         images += [reference, _generate(loaded, _RECOLOURED, seed, image_prompts=(image_prompt,))]
     return images

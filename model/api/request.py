@@ -370,9 +370,12 @@ class GenerationRequest(RequestModel):
     )
 
     def release_images(self) -> None:
-        """Drop all images, once they are decoded. Truss keeps this object until the answer."""
-        # The model is frozen for everyone else.
-        self.__dict__.update(image=None, masks=None, controls=None, ip_adapters=None)
+        """Drop the texts of all images, once they are read. Truss keeps this object until the answer."""
+        # The models are frozen for everyone else.
+        for part in (self, *(self.masks or ()), *(self.controls or ())):
+            part.__dict__.update(image=None)
+        for adapter in self.ip_adapters or ():
+            adapter.images.clear()
 
     @model_validator(mode="wrap")
     @classmethod

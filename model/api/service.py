@@ -11,10 +11,10 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -23,7 +23,8 @@ from starlette.types import Scope
 
 from model import metrics
 from model.api.describe import describe
-from model.api.images import resolve_with_images
+from model.api.fair_queue import SMALL_PRICE, Decoders
+from model.api.images import read_images, reading_price
 from model.api.request import GenerationRequest, GenerationResponse, ImageResult
 from model.api.resolve import resolve
 from model.api.shutdown import RETRY_SECONDS, wait_for_end
@@ -47,7 +48,10 @@ from model.scheduling.job import GenerationResult, ImageEvent, StepEvent
 logger = logging.getLogger("preheat")
 
 HEARTBEAT_SECONDS = 1.0
-MAX_DECODERS = 2  # requests whose images are decoded at once; an image of 32 megapixels takes 300 to 410 MiB
+CLIENT_HEADER = (
+    "X-Preheat-Client"  # names the client among those of a gateway; only the order of decoding depends on it
+)
+CHARACTER_PRICE = 4000  # of a prompt, in pixels: the longest texts of eight masks take two seconds to tokenize
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 # Error -> HTTP status, and the name under which it is counted. 499: the client has left.
 STATUS: dict[type[PreheatError], tuple[int, str]] = {
@@ -61,6 +65,7 @@ STATUS: dict[type[PreheatError], tuple[int, str]] = {
     DeadlineExceeded: (504, "deadline"),
 }
 _OTHER_ERROR = (500, "failed")
+T = TypeVar("T")
 Watcher = asyncio.Task[PreheatError]
 """Returns the error of a request whose client leaves, whose deadline passes, or whose server stops. Cancelled at the
 answer."""
@@ -87,7 +92,7 @@ class Service:
         self._scheduler = scheduler
         self._cold_start = cold_start
         self._log_prompts = log_prompts
-        self._decoders = asyncio.Semaphore(MAX_DECODERS)
+        self._decoders = Decoders(metrics.observe_preparation)
         self._watchers: set[Watcher] = set()
 
     async def answer(self, request: GenerationRequest, http: Request) -> Response | GenerationResponse:
@@ -103,19 +108,26 @@ class Service:
             loop.call_soon_threadsafe(events.put_nowait, event)
 
         watcher = self._watch(http)
-        try:
-            context.params = await self._resolve(request, watcher)
+
+        def submit(params: GenerationParams) -> RequestJob:
+            """Pass the request to the scheduler, which reads its prompts. Any thread may call it."""
             preview_every = request.preview_every if request.stream else 0
-            job: RequestJob = self._scheduler.submit(context.params, emit if request.stream else None, preview_every)
+            job: RequestJob = self._scheduler.submit(params, emit if request.stream else None, preview_every)
+            job.result.add_done_callback(lambda _: emit(None))
+            job.result.add_done_callback(lambda _: loop.call_soon_threadsafe(watcher.cancel))
+            # If the watcher has ended meanwhile, this cancels the job.
+            loop.call_soon_threadsafe(watcher.add_done_callback, partial(self._cancel, job))
+            return job
+
+        client = http.headers.get(CLIENT_HEADER, "")
+        try:
+            context.params = await self._unless_ended(self._resolve(request, client), watcher)
+            job = await self._unless_ended(self._submit(context.params, client, submit), watcher)
         except BaseException as error:
             watcher.cancel()
             if isinstance(error, PreheatError):
                 return self._error_response(context, error)
             raise
-        job.result.add_done_callback(lambda _: emit(None))
-        job.result.add_done_callback(lambda _: loop.call_soon_threadsafe(watcher.cancel))
-        watcher.add_done_callback(partial(self._cancel, job))
-        request.release_images()
         if request.stream:
             planned = asyncio.wrap_future(job.planned)
             await asyncio.wait([planned])
@@ -134,32 +146,46 @@ class Service:
         content = await asyncio.to_thread(json.dumps, body)
         return Response(content, media_type="application/json", headers=headers)
 
-    async def _resolve(self, request: GenerationRequest, watcher: Watcher) -> GenerationParams:
-        """Return the request's parameters. Images are decoded in a worker thread, a few requests at once.
+    async def _unless_ended(self, work: Coroutine[Any, Any, T], watcher: Watcher) -> T:
+        """Return the result of `work`. If `watcher` ends first, cancel the work and raise the watcher's error."""
+        working = asyncio.create_task(work)
+        try:
+            await asyncio.wait((working, watcher), return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                metrics.CANCELLATIONS.labels("decoding").inc()
+                raise watcher.result()
+            return working.result()
+        finally:
+            working.cancel()
 
-        Raises the error of `watcher` as soon as it has one. No further image of the request is then decoded.
+    async def _resolve(self, request: GenerationRequest, client: str) -> GenerationParams:
+        """Return the request's parameters. Its images are decoded one by one, in turns with those of other requests.
+
+        If the caller is cancelled, the image in work is finished, and no further one is decoded.
         """
         if request.image is None and not request.controls and not request.ip_adapters:
             return resolve(request, self._release.served)
         self._scheduler.check_acceptable(request.num_images)  # a full queue is known before images are decoded
-        decoding = asyncio.create_task(self._decode(request, watcher))
-        try:
-            await asyncio.wait((decoding, watcher), return_when=asyncio.FIRST_COMPLETED)
-            if not decoding.done():
-                metrics.CANCELLATIONS.labels("decoding").inc()
-                raise watcher.result()
-            return decoding.result()
-        finally:
-            decoding.cancel()
+        price = reading_price(request)
+        queue = self._decoders.queue(price)
+        read = partial(read_images, request, self._release.served)
+        undecoded = await queue.run(queue.ticket(client, price), read)
+        request.release_images()
+        parts = undecoded.parts
+        queue = self._decoders.queue(max((part.price for part in parts), default=0))
+        ticket = queue.ticket(client, sum(part.price for part in parts))
+        return undecoded.params_with([await queue.run(ticket, part.decode) for part in parts])
 
-    async def _decode(self, request: GenerationRequest, watcher: Watcher) -> GenerationParams:
-        await self._decoders.acquire()
-        thread = asyncio.ensure_future(
-            asyncio.to_thread(resolve_with_images, request, self._release.served, watcher.done)
-        )
-        # If this coroutine is cancelled, its thread still runs until the end of the image.
-        thread.add_done_callback(lambda _: self._decoders.release())
-        return await asyncio.shield(thread)
+    async def _submit(
+        self, params: GenerationParams, client: str, submit: Callable[[GenerationParams], RequestJob]
+    ) -> RequestJob:
+        """Return the job of a request. Long prompts are read in turns with the images of other requests."""
+        texts = (text for one in params.passes() for text in (one.prompt, one.negative_prompt or ""))
+        price = CHARACTER_PRICE * sum(map(len, texts))
+        if price <= SMALL_PRICE:
+            return submit(params)
+        queue = self._decoders.queue(price)
+        return await queue.run(queue.ticket(client, price), partial(submit, params))
 
     def refuse(self, scope: Scope, error: PreheatError) -> JSONResponse:
         """Return the answer to a request that is refused before it is parsed, from its ASGI scope."""

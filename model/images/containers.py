@@ -59,6 +59,8 @@ class Container:
     """A file of the same format with the same pixels, and without metadata."""
     depth: int = 8
     """Bits of each stored level or palette index."""
+    scans: int = 1
+    """Passes of the decoder over all pixels: those of a JPEG."""
 
 
 def detect_format(file: bytes) -> InputFormat | None:
@@ -155,7 +157,7 @@ def _read_jpeg(file: bytes) -> Container:
             "Send it as a baseline JPEG, which has one scan, or as a PNG or WebP file.",
         )
     # The segments are parts of one EXIF, as for Pillow: the orientation is in the first unless that is very short.
-    return Container("jpeg", *size, read_orientation(b"".join(exif)), False, b"".join(kept))
+    return Container("jpeg", *size, read_orientation(b"".join(exif)), False, b"".join(kept), scans=scans)
 
 
 def _jpeg_segments(file: bytes) -> Iterator[tuple[int, int, int]]:

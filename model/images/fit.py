@@ -30,29 +30,27 @@ def check_fit(image_size: Size, size: Size, resize: Resize, field: str = "image"
         )
 
 
-def fit(pixels: Pixels, size: Size, resize: Resize) -> Pixels:
-    """Return `pixels`, uint8 [height, width, 3] or [height, width], in `size` (width, height).
+def fit(image: Image.Image, size: Size, resize: Resize) -> Pixels:
+    """Return an image of mode RGB or L in `size` (width, height): uint8 [height, width, 3] or [height, width].
 
     stretch: the aspect ratio changes. crop: the image covers the size and is cut around its centre. pad: the image
     fits inside the size, centred, and its outermost pixels are repeated. refuse: the image must have this size already.
     """
-    image = Image.fromarray(pixels)
     if image.size == size:
-        return pixels
+        return np.asarray(image)
     assert resize != "refuse", "check_fit refuses it"
     if resize == "stretch":
         return np.asarray(image.resize(size, Image.Resampling.LANCZOS))
     return _crop(image, *size) if resize == "crop" else _pad(image, *size)
 
 
-def reference_square(pixels: Pixels, side: int) -> Pixels:
-    """Return the square around the centre of `pixels`, uint8 [side, side, 3], by a bicubic filter.
+def reference_square(image: Image.Image, side: int) -> Pixels:
+    """Return the square around the centre of an RGB image, uint8 [side, side, 3], by a bicubic filter.
 
     These are the pixels that transformers' `CLIPImageProcessorPil` normalizes. diffusers uses `CLIPImageProcessor`,
     which is the same class unless torchvision is installed. torchvision's horizontal pass is always the first, and it
     rounds weights to 16 bits, so its pixels differ: by up to 12 levels in portrait noise, otherwise by one or two.
     """
-    image = Image.fromarray(pixels)
     shorter = min(image.size)
     scaled = side * image.width // shorter, side * image.height // shorter
     corner = (scaled[0] - side) // 2, (scaled[1] - side) // 2

@@ -6,10 +6,11 @@ interpreter lock while it decodes. Each of them raises RequestRefused, which nam
 
     image = read_image(request.image, "image")          # image.width, image.height: after the rotation by EXIF
     mask = read_mask(request.masks[0].image, "masks.0.image", image)
-    pixels = decode_rgb(image)                           # uint8 [image.height, image.width, 3]
-    repainted = decode_mask(mask)                        # uint8 [image.height, image.width], 255 is repainted
+    pixels = decode_rgb(image)                           # RGB, image.width x image.height
+    repainted = decode_mask(mask)                        # L, image.width x image.height, 255 is repainted
 
-`model.images.fit` resizes the pixels to the requested size.
+`model.images.fit` resizes the pixels to the requested size. They stay images of Pillow until then: an array would be a
+further copy of 96 MB of the largest image.
 """
 
 import binascii
@@ -18,17 +19,16 @@ import re
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from PIL import Image
 
 from model.errors import RequestRefused
 from model.images.containers import Container, InvalidFile, read_container
 from model.validation import format_value
 
-Pixels = npt.NDArray[np.uint8]  # [height, width, 3] of an image, [height, width] of a mask
-
 MAX_FILE_BYTES = 32 * 2**20
 MAX_INPUT_PIXELS = 32_000_000
+MAX_WEBP_PIXELS = 16_000_000  # Pillow's decoder of WebP holds four copies of the pixels, those of other formats one
+MAX_REQUEST_PIXELS = 96_000_000  # of all images of a request: they take about a second to decode
 MAX_INPUT_SIDE = 16_384  # pixels
 _ACCEPTED = "base64 or a data: URL of a PNG, JPEG or WebP file"
 _MEDIA_TYPES = ("image/png", "image/jpeg", "image/jpg", "image/pjpeg", "image/webp")
@@ -55,14 +55,19 @@ class InputImage:
     height: int
     container: Container
 
+    @property
+    def price(self) -> int:
+        """What decoding costs, in pixels of a simple file: the pixels of all scans, or the file's bytes if more."""
+        return max(self.width * self.height * self.container.scans, len(self.container.pixel_data))
+
 
 def read_image(data: str, field: str) -> InputImage:
     """Decode base64 or a `data:` URL, and check the file's headers. No pixel is decoded.
 
     The file's first bytes decide its format, whatever the URL states. Raises RequestRefused for text that is not strict
     base64, a media type of no accepted format, a file of more than 32 MiB, another format than PNG, JPEG or WebP, an
-    animation, a truncated file, a JPEG of too many scans, more than 32 megapixels, and a side of more than 16,384
-    pixels.
+    animation, a truncated file, a JPEG of too many scans, more than 32 megapixels (WebP: 16), and a side of more than
+    16,384 pixels.
     """
     file = _decode_base64(data, field)
     try:
@@ -72,10 +77,13 @@ def read_image(data: str, field: str) -> InputImage:
     width, height = container.width, container.height
     if not width or not height:
         raise RequestRefused(field, f"the image has {width} x {height} pixels. Send at least 1 x 1.")
-    if width * height > MAX_INPUT_PIXELS or max(width, height) > MAX_INPUT_SIDE:
+    most, hint = MAX_INPUT_PIXELS, ""
+    if container.format == "webp":
+        most, hint = MAX_WEBP_PIXELS, f" of a WebP file ({MAX_INPUT_PIXELS // 10**6} of a JPEG or PNG)"
+    if width * height > most or max(width, height) > MAX_INPUT_SIDE:
         raise RequestRefused(
             field,
-            f"the image has {width} x {height} pixels. At most {MAX_INPUT_PIXELS // 10**6} megapixels are accepted, "
+            f"the image has {width} x {height} pixels. At most {most // 10**6} megapixels{hint} are accepted, "
             f"and {MAX_INPUT_SIDE} pixels on each side.",
         )
     if container.animated:
@@ -97,8 +105,8 @@ def read_mask(data: str, field: str, image: InputImage) -> InputImage:
     return mask
 
 
-def decode_rgb(image: InputImage) -> Pixels:
-    """Decode to RGB, uint8 [height, width, 3], upright.
+def decode_rgb(image: InputImage) -> Image.Image:
+    """Decode to RGB, upright.
 
     Transparent pixels are blended with white. 16-bit values are divided by 256. The transparent colour of a 16-bit RGB
     PNG includes all colours with the same high bytes. Grey, palette and CMYK are converted by Pillow. Colour profiles
@@ -107,15 +115,15 @@ def decode_rgb(image: InputImage) -> Pixels:
     Raises RequestRefused for data that cannot be decoded. Some damage is not detected: libjpeg repairs it within a
     JPEG, and Pillow accepts a PNG whose compressed data ends after a whole row.
     """
-    return np.asarray(_decode(image, background="white").convert("RGB"))
+    return _decode(image, "RGB", background="white")
 
 
-def decode_mask(mask: InputImage) -> Pixels:
-    """Decode to luma (ITU-R 601), uint8 [height, width], upright.
+def decode_mask(mask: InputImage) -> Image.Image:
+    """Decode to luma (ITU-R 601, mode L), upright.
 
     Transparent pixels are blended with black, so they are not repainted. Raises RequestRefused like `decode_rgb`.
     """
-    return np.asarray(_decode(mask, background="black").convert("L"))
+    return _decode(mask, "L", background="black")
 
 
 def turn_upright(pixels: Image.Image, container: Container) -> Image.Image:
@@ -172,14 +180,11 @@ def _prefix_length(start: str, field: str) -> int:
     return len(start) - len(encoded.lstrip())
 
 
-def _decode(image: InputImage, background: str) -> Image.Image:
-    """Decode an image, upright, in an opaque mode with 8 bits: 1, L, P, RGB or CMYK."""
+def _decode(image: InputImage, mode: str, background: str) -> Image.Image:
+    """Decode an image, upright, in the mode RGB or L."""
     container = image.container
     try:
-        with Image.open(io.BytesIO(container.pixel_data), formats=[container.format.upper()]) as decoded:
-            if decoded.size != (container.width, container.height):
-                raise InvalidFile("is damaged: its headers state different sizes")
-            opaque = _flatten(to_8_bits(decoded, container.depth), background)
+        upright = turn_upright(_load_opaque(container, background), container)
     except InvalidFile as error:
         raise RequestRefused(image.field, f"the file {error}.") from error
     except Exception as error:
@@ -187,7 +192,15 @@ def _decode(image: InputImage, background: str) -> Image.Image:
         raise RequestRefused(
             image.field, f"the {container.format.upper()} file is truncated or damaged: its pixels cannot be decoded."
         ) from error
-    return turn_upright(opaque, container)
+    return upright if upright.mode == mode else upright.convert(mode)
+
+
+def _load_opaque(container: Container, background: str) -> Image.Image:
+    """Decode the stored pixels in an opaque mode with 8 bits: 1, L, P, RGB or CMYK. Raises what Pillow raises."""
+    with Image.open(io.BytesIO(container.pixel_data), formats=[container.format.upper()]) as decoded:
+        if decoded.size != (container.width, container.height):
+            raise InvalidFile("is damaged: its headers state different sizes")
+        return _flatten(to_8_bits(decoded, container.depth), background)
 
 
 def to_8_bits(image: Image.Image, depth: int) -> Image.Image:
@@ -201,7 +214,7 @@ def to_8_bits(image: Image.Image, depth: int) -> Image.Image:
         levels = np.asarray(image)
         grey = Image.fromarray((levels >> 8).astype(np.uint8))
         if transparent is not None:
-            grey.putalpha(Image.fromarray(np.where(levels == transparent, 0, 255).astype(np.uint8)))
+            grey.putalpha(Image.fromarray(np.where(levels == transparent, np.uint8(0), np.uint8(255))))
         return grey
     if image.mode == "L" and depth in (2, 4) and isinstance(transparent, int):
         largest = 2**depth - 1
@@ -214,7 +227,12 @@ def to_8_bits(image: Image.Image, depth: int) -> Image.Image:
 def _flatten(image: Image.Image, background: str) -> Image.Image:
     if not image.has_transparency_data:
         return image
-    with_alpha = image.convert("RGBA")
+    if image.mode == "LA":
+        grey, alpha = image.split()
+        opaque = Image.new("L", image.size, background)
+        opaque.paste(grey, mask=alpha)
+        return opaque
+    with_alpha = image if image.mode == "RGBA" else image.convert("RGBA")
     opaque = Image.new("RGB", image.size, background)
     opaque.paste(with_alpha, mask=with_alpha)
     return opaque

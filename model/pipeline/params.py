@@ -8,8 +8,8 @@ from model.validation import SEED_COUNT, ImageFormat, PromptSyntax
 if TYPE_CHECKING:  # the request's schema is needed before numpy is imported
     from model.adapters.layers import AdapterSet
     from model.images.encode import Pixels
-    from model.images.inputs import Pixels as MaskPixels
     from model.images.metadata import Metadata
+    from model.images.postprocess import Pixels as MaskPixels
 
 REPAINTED_LEVEL = 128  # of 0 to 255; diffusers' `VaeImageProcessor.binarize` has the same threshold, 0.5
 

@@ -140,7 +140,7 @@ def test_transparent_part_of_an_image_is_its_mask(case: str) -> None:
 def test_mask_file_is_used_before_the_images_alpha() -> None:
     image, mask = file_with_alpha(left_alpha(0)), file_with_alpha(left_alpha(255, 0))
     native = openai_requests.edit({"prompt": PROMPT}, Files((image,), mask)).native
-    [levels] = [decode_mask(read_image(one["image"], "mask")) for one in native["masks"]]
+    [levels] = [np.asarray(decode_mask(read_image(one["image"], "mask"))) for one in native["masks"]]
     assert (levels[:, 32:] == 255).all() and (levels[:, :32] == 0).all()
 
 
@@ -167,7 +167,7 @@ def test_turns_a_mask_upright() -> None:
     stored.save(file, "png", exif=exif)
     native = openai_requests.edit({"prompt": PROMPT}, Files((file.getvalue(),), file.getvalue())).native
     image = read_image(native["image"], "image")
-    levels = decode_mask(read_mask(native["masks"][0]["image"], "masks.0.image", image))
+    levels = np.asarray(decode_mask(read_mask(native["masks"][0]["image"], "masks.0.image", image)))
     assert levels.shape == (96, 64)
     assert (levels[:48] == 255).all() and (levels[48:] == 0).all()
 
@@ -180,7 +180,7 @@ def test_mask_may_have_a_transparent_grey_level(depth: int, key: int) -> None:
     file = png_of(levels, depth, chunk(b"tRNS", struct.pack(">H", key)))
     native = openai_requests.edit({"prompt": PROMPT}, Files((png(64, 64),), file)).native
     image = read_image(native["image"], "image")
-    repainted = decode_mask(read_mask(native["masks"][0]["image"], "masks.0.image", image))
+    repainted = np.asarray(decode_mask(read_mask(native["masks"][0]["image"], "masks.0.image", image)))
     assert (repainted[:, :16] == 255).all() and (repainted[:, 16:] == 0).all()
 
 
