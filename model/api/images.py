@@ -22,7 +22,7 @@ from model.images.postprocess import Pixels, feather
 from model.loading.served import ServedModel
 from model.pipeline.params import REPAINTED_LEVEL, Control, GenerationParams, ImagePrompt, Mask
 
-CANNY_PRICE = 8  # of a pixel of the result, relative to decoding one
+CANNY_PRICE = 16  # of a pixel of the result, relative to decoding one
 
 
 @dataclass(frozen=True)
