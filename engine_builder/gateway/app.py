@@ -11,6 +11,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,13 +36,13 @@ from engine_builder.gateway.keys import ApiKey, Keys
 from engine_builder.gateway.openai_requests import Files, ImageCall
 from engine_builder.gateway.recording import recorded
 from model.api.body_limit import BodyLimit
+from model.api.fair_queue import Decoders
 from model.api.request import GenerationRequest
 from model.api.shutdown import RETRY_SECONDS, GracefulShutdown, until_shutdown, wait_for_end
 from model.errors import Overloaded, PreheatError, Unavailable
 
 PAGE = Path(__file__).with_name("page")
 MAX_IMAGE_FILES = 16  # of one request; OpenAI's limit
-MAX_DECODERS = 2  # forms whose images are read at once; a transparent image of 32 megapixels takes 280 MiB
 _LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 _REQUEST_ID_KEY = "preheat.request_id"  # of an ASGI scope
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
@@ -72,7 +73,7 @@ class Gateway:
         self._backends = backends
         self._keys = keys
         self._history = history
-        self._decoders = asyncio.Semaphore(MAX_DECODERS)
+        self._decoders = Decoders()
 
     def build(self) -> Starlette:
         """Return the ASGI application."""
@@ -129,8 +130,13 @@ class Gateway:
             raise refused(None, "Send the image as multipart/form-data.", "invalid_content_type")
         fields, files = await _form(http)
         values = openai_requests.parse_form(fields)
-        async with self._decoders:  # the event loop must not wait for an image to be decoded
-            call = await asyncio.to_thread(parse, values, files)
+        price = await asyncio.to_thread(openai_requests.decoding_price, files)
+        queue = self._decoders.queue(price)
+        try:
+            parsing = queue.run(queue.ticket(key.client_id, price), partial(parse, values, files))
+            call = await _unless_disconnected(http, parsing)
+        except Overloaded as error:
+            raise ApiError(429, str(error), None, "overloaded", error.retry_after) from error
         return await self._answer(http, key, call)
 
     async def _answer(self, http: Request, key: ApiKey, call: ImageCall) -> Response:
@@ -213,7 +219,7 @@ class Gateway:
         images = native.get("num_images", 1)
         self._keys.take(key, images)
         try:
-            starting = stack.enter_async_context(self._backends.start(native, model, request_id))
+            starting = stack.enter_async_context(self._backends.start(native, model, request_id, key.client_id))
             accepted = await _unless_disconnected(http, starting)
         except BaseException:
             key.give_back(images)  # nothing was generated

@@ -34,6 +34,7 @@ from engine_builder.gateway.bounded_reading import (
     read_body,
 )
 from engine_builder.gateway.errors import ApiError, GatewayConfigError
+from model.api.fair_queue import CLIENT_HEADER
 
 _CHECK_SECONDS = 2.0  # between two health checks of a local server
 _CONNECT_SECONDS = 5.0
@@ -90,7 +91,7 @@ class Backends:
 
     @asynccontextmanager
     async def _send(
-        self, backend: Backend, seconds: float, request: Event | None, request_id: str | None = None
+        self, backend: Backend, seconds: float, request: Event | None, headers: Mapping[str, str] | None = None
     ) -> AsyncIterator[httpx.Response]:
         """Send a request to a server, or ask for its health. Yields the answer without its body.
 
@@ -101,8 +102,7 @@ class Backends:
             assert backend.health_url is not None
             sent = client.build_request("GET", backend.health_url)
         else:
-            headers = {**backend.headers, "Content-Type": "application/json"}
-            headers |= {} if request_id is None else {"X-Request-Id": request_id}
+            headers = {**backend.headers, "Content-Type": "application/json", **(headers or {})}
             # Escaped, because a text may hold half of a surrogate pair, which UTF-8 cannot encode.
             sent = client.build_request("POST", backend.predict_url, content=json.dumps(request), headers=headers)
         async with asyncio.timeout(seconds):
@@ -219,12 +219,13 @@ class Backends:
         return first is not None and not first.wait_left() > 0
 
     @asynccontextmanager
-    async def start(self, request: Event, model: str, request_id: str) -> AsyncIterator[Accepted]:
+    async def start(self, request: Event, model: str, request_id: str, client_id: str = "") -> AsyncIterator[Accepted]:
         """Send a request to the least loaded server of a release; yields once one has accepted it.
 
         Its connection is closed at the end of the `with` block, which stops the work of a request that is not
-        finished. A server that has started again with another release is left out, and described again. Raises
-        ApiError: the server's own refusal, 429 if all are busy, 502 or 503.
+        finished. A server that has started again with another release is left out, and described again. `client_id`:
+        "", or the client that shares the server's queues with others. Raises ApiError: the server's own refusal, 429
+        if all are busy, 502 or 503.
         """
         images = request.get("num_images", 1)
         sent = request | {"stream": True}
@@ -235,7 +236,8 @@ class Backends:
             tried.append(backend)
             backend.images += images
             try:
-                async with self._send(backend, ACCEPT_SECONDS, sent, request_id) as answer:
+                headers = {"X-Request-Id": request_id, CLIENT_HEADER: client_id}
+                async with self._send(backend, ACCEPT_SECONDS, sent, headers) as answer:
                     if answer.status_code == 429:
                         waits.append(_retry_after(answer))
                     elif answer.status_code == 503:

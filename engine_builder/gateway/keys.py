@@ -36,6 +36,11 @@ class ApiKey:
     _tokens: float = field(default=0.0, repr=False)
     _updated: float | None = field(default=None, repr=False)
 
+    @property
+    def client_id(self) -> str:
+        """What servers may know of the key's owner: a digest of the name; "" without keys."""
+        return hashlib.sha256(self.name.encode()).hexdigest()[:16] if self.name else ""
+
     def take(self, images: int, now: float) -> None:
         """Count the images of a request at `now` (seconds of a monotonic clock).
 

@@ -21,8 +21,8 @@ from pydantic import ValidationError
 from engine_builder.gateway.errors import ApiError, refused
 from model.api.request import GenerationRequest
 from model.errors import RequestRefused
-from model.images.containers import Container
-from model.images.inputs import read_image, to_8_bits, turn_upright
+from model.images.containers import Container, InvalidFile, read_container
+from model.images.inputs import MAX_INPUT_PIXELS, read_image, to_8_bits, turn_upright
 from model.validation import MAX_IMAGES, MAX_PROMPT_CHARACTERS, format_value
 
 MAX_PARTIAL_IMAGES = 3
@@ -104,6 +104,16 @@ def variation(values: Mapping[str, Any], files: Files) -> ImageCall:
     if values.get("stream"):
         raise refused("stream", "variations are not streamed.")
     return _call("image_edit", values, files)
+
+
+def decoding_price(files: Files) -> int:
+    """Return the pixels that `edit` decodes at most, by the headers of the files. Damaged ones count as nothing."""
+    price = 0
+    for file in (*files.images[:1], *([] if files.mask is None else [files.mask])):
+        with suppress(InvalidFile):
+            container = read_container(file)
+            price = max(price, container.width * container.height)
+    return min(price, MAX_INPUT_PIXELS)  # larger ones are refused undecoded
 
 
 def parse_form(fields: Mapping[str, str]) -> dict[str, Any]:
@@ -228,11 +238,14 @@ def _transparent_parts(container: Container, name: str) -> str | None:
         with Image.open(io.BytesIO(container.pixel_data), formats=[container.format.upper()]) as decoded:
             if not decoded.has_transparency_data:
                 return None
-            alpha = turn_upright(to_8_bits(decoded, container.depth).convert("RGBA").getchannel("A"), container)
+            levels = to_8_bits(decoded, container.depth)
+            if "A" not in levels.getbands():
+                levels = levels.convert("RGBA")
+            alpha = turn_upright(levels.getchannel("A"), container)
     except Exception as error:  # Pillow raises many types for damaged data
         kind = container.format.upper()
         raise refused(name, f"the {kind} file is truncated or damaged: its pixels cannot be decoded.") from error
-    white = alpha.point(lambda level: 255 if level == 0 else 0)
+    white = alpha.point(lambda level: 255 if level == 0 else 0, "1")  # a bit for each pixel of the file
     if white.getbbox() is None:
         return None
     encoded = io.BytesIO()

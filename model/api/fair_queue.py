@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from model.errors import Overloaded
 
+CLIENT_HEADER = "X-Preheat-Client"  # names one of a gateway's clients. Only the order in queues depends on it
 SMALL_PRICE = 2**22  # pixels: 2048 x 2048, about 50 ms of decoding
 MAX_WAITING = 64  # requests in a queue
 PRICE_PER_SECOND = 50_000_000  # pixels, on a slow core

@@ -23,7 +23,7 @@ from starlette.types import Scope
 
 from model import metrics
 from model.api.describe import describe
-from model.api.fair_queue import SMALL_PRICE, Decoders
+from model.api.fair_queue import CLIENT_HEADER, SMALL_PRICE, Decoders
 from model.api.images import read_images, reading_price
 from model.api.request import GenerationRequest, GenerationResponse, ImageResult
 from model.api.resolve import resolve
@@ -48,9 +48,6 @@ from model.scheduling.job import GenerationResult, ImageEvent, StepEvent
 logger = logging.getLogger("preheat")
 
 HEARTBEAT_SECONDS = 1.0
-CLIENT_HEADER = (
-    "X-Preheat-Client"  # names the client among those of a gateway; only the order of decoding depends on it
-)
 CHARACTER_PRICE = 4000  # of a prompt, in pixels: the longest texts of eight masks take two seconds to tokenize
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 # Error -> HTTP status, and the name under which it is counted. 499: the client has left.

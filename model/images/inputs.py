@@ -214,7 +214,9 @@ def to_8_bits(image: Image.Image, depth: int) -> Image.Image:
         levels = np.asarray(image)
         grey = Image.fromarray((levels >> 8).astype(np.uint8))
         if transparent is not None:
-            grey.putalpha(Image.fromarray(np.where(levels == transparent, np.uint8(0), np.uint8(255))))
+            alpha = Image.fromarray(np.where(levels == transparent, np.uint8(0), np.uint8(255)))
+            del levels  # 64 MB of the largest image
+            grey.putalpha(alpha)
         return grey
     if image.mode == "L" and depth in (2, 4) and isinstance(transparent, int):
         largest = 2**depth - 1
