@@ -140,6 +140,12 @@ class BrokenImage(PreheatError):
     )
 
 
+class OverflowingRequest(RequestRefused, BrokenImage):
+    """An image holds NaN or infinite values, and values of its request may be the cause. Answered with status 422."""
+
+    remedy = "Use smaller scales and weights; without them the model may generate this image."
+
+
 class Overloaded(PreheatError):
     """The queue is full. Answered with status 429.
 

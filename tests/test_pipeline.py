@@ -1,6 +1,7 @@
 """The pipeline on linear networks: the inputs that it passes to them, their order, and errors for NaN."""
 
 from dataclasses import replace
+from typing import Any
 from unittest.mock import create_autospec
 
 import numpy as np
@@ -12,7 +13,7 @@ from engine_builder.stores.store import WritableStore
 from model.adapters.library import AdapterLibrary
 from model.engines.aot_inductor.engine import AotInductorEngine
 from model.engines.engine import EngineSet
-from model.errors import BrokenImage
+from model.errors import BrokenImage, OverflowingRequest
 from model.loading.load import Loaded
 from model.loading.select import select
 from model.loading.target import detect_targets
@@ -259,17 +260,55 @@ def test_warns_of_a_mask_that_repaints_nothing(model: LoadedModel, white: tuple[
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize(
-    "component, call",
+    "component, call, place, remedy",
     [
-        (spec.TEXT_ENCODER_2, 0),
-        (spec.UNET, 0),
-        (spec.UNET, 3),
-        (spec.VAE_DECODER, 0),
+        (spec.TEXT_ENCODER_2, 0, "in the encoded prompts", "--precision bf16"),
+        (spec.VAE_ENCODER, 0, "in the latents of the input image", "--vae-precision bf16"),
+        (spec.UNET, 0, "during denoising, before the VAE decoder", "--precision bf16"),
+        (spec.UNET, 3, "during denoising, before the VAE decoder", "--precision bf16"),
+        (spec.VAE_DECODER, 0, "in the VAE decoder", "--vae-precision bf16"),
     ],
 )
-def test_reports_nan_and_infinity(component: str, call: int, poison: float, model: LoadedModel) -> None:
+def test_states_where_nan_began(
+    component: str, call: int, place: str, remedy: str, poison: float, model: LoadedModel
+) -> None:
     stub(model, component).poison = (call, poison)
-    with pytest.raises(BrokenImage, match="NaN or infinite"):
+    request = replace(PLAIN, image=np.zeros((64, 96, 3), np.uint8)) if component == spec.VAE_ENCODER else PLAIN
+    with pytest.raises(BrokenImage, match=f"NaN or infinite values, which began {place}.*build {remedy}") as broken:
+        generate(model, [request])
+    assert not isinstance(broken.value, OverflowingRequest)
+
+
+SUSPECTS: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    "adapters": (spec.UNET, {"loras": (("big", 10.0), ("off", 0.0), ("b", -2.0))}, "loras",
+                 'the adapter "big" with scale 10, the adapter "b" with scale -2.'),
+    "adapter of a text encoder": (spec.TEXT_ENCODER, {"loras": (("big", 10.0),)}, "loras", 'the adapter "big"'),
+    "weights": (spec.UNET, {"prompt": "a (b:-9)", "prompt_syntax": "weighted"}, "prompt", "prompt weights up to 9."),
+    "guidance": (spec.UNET, {"guidance_scale": 30.0}, "guidance_scale", "guidance_scale 30."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SUSPECTS)
+def test_names_values_that_may_overflow(case: str, model: LoadedModel) -> None:
+    component, changes, field, named = SUSPECTS[case]
+    model.adapters = create_autospec(AdapterLibrary, instance=True, active=changes.get("loras", ()))
+    model.adapters.can_pack.return_value = False
+    stub(model, component).poison = (0, float("inf"))
+    with pytest.raises(OverflowingRequest, match="Use smaller scales and weights") as broken:
+        generate(model, [replace(PLAIN, **changes)])
+    assert broken.value.field == field and f"The request has {named}" in str(broken.value)
+    stub(model, component).poison = None
+    stub(model, spec.VAE_DECODER).poison = (len(stub(model, spec.VAE_DECODER).seen), float("inf"))
+    with pytest.raises(BrokenImage, match="in the VAE decoder") as broken_by_vae:
+        generate(model, [replace(PLAIN, **changes)])
+    assert not isinstance(broken_by_vae.value, OverflowingRequest)
+
+
+def test_huge_latents_are_no_fault_of_the_vae(model: LoadedModel) -> None:
+    """They are finite, and overflow in a VAE decoder in fp16."""
+    stub(model, spec.UNET).poison = (3, 1e6)
+    stub(model, spec.VAE_DECODER).poison = (0, float("inf"))
+    with pytest.raises(BrokenImage, match="during denoising"):
         generate(model, [PLAIN])
 
 

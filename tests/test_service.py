@@ -429,10 +429,34 @@ def test_broken_image_is_an_error_with_its_seed(caplog: pytest.LogCaptureFixture
     body = json.loads(broken.body)
     assert (broken.status_code, body["kind"]) == (500, "broken_image")
     assert "NaN or infinite" in body["error"] and "987654" in body["error"]
-    assert "preheat build --vae-precision" in body["error"]
+    assert "during denoising" in body["error"] and "preheat build --precision" in body["error"]
     assert "data" not in body
     assert "broken_image" in caplog.text and "987654" in caplog.text
     assert sound.status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_overflowing_request_is_no_fault_of_the_server(stream: bool) -> None:
+    """The other image of the batch is finished."""
+    model = linear_model()
+    stub(model, spec.UNET).poison = (0, float("inf"))
+    service, scheduler = make_service(model)
+    http = Request({"type": "http", "headers": []}, lambda: asyncio.Event().wait())
+
+    async def answer(**fields: Any) -> dict[str, Any]:
+        response: Any = await service.answer(GenerationRequest(prompt="a circle", **fields), http)
+        if not fields.get("stream"):
+            return {"status": response.status_code, **json.loads(response.body)}
+        return [json.loads(line) async for line in response.body_iterator][-1]
+
+    async def answer_both() -> list[dict[str, Any]]:
+        return await asyncio.gather(answer(guidance_scale=30, seed=9, stream=stream), answer())
+
+    broken, sound = asyncio.run(answer_both())
+    scheduler.close()
+    assert (broken["status"], broken["kind"], broken["field"]) == (422, "overflow", "guidance_scale")
+    assert "guidance_scale 30" in broken["error"]
+    assert sound["status"] == "success"
 
 
 @dataclass

@@ -35,6 +35,7 @@ from model.errors import (
     BrokenImage,
     Cancelled,
     DeadlineExceeded,
+    OverflowingRequest,
     Overloaded,
     PreheatError,
     RequestRefused,
@@ -52,6 +53,7 @@ CHARACTER_PRICE = 4000  # of a prompt, in pixels: the longest texts of eight mas
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 # Error -> HTTP status, and the name under which it is counted. 499: the client has left.
 STATUS: dict[type[PreheatError], tuple[int, str]] = {
+    OverflowingRequest: (422, "overflow"),
     RequestRefused: (400, "refused"),
     BodyTooLarge: (413, "too_large"),
     Overloaded: (429, "overloaded"),
@@ -268,7 +270,7 @@ class Service:
         headers = {"X-Request-Id": context.id}
         if isinstance(error, RequestRefused):
             body["field"] = error.field
-        elif isinstance(error, Overloaded):
+        if isinstance(error, Overloaded):
             headers["Retry-After"] = str(error.retry_after)
         elif isinstance(error, Unavailable):
             headers["Retry-After"] = str(RETRY_SECONDS)

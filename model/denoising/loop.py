@@ -101,8 +101,9 @@ class ImageState:
     guidance: float32 [steps], 1 from the first unguided step on.
     guidance_rescale: how much of the change of the prediction's standard deviation is corrected, 0 to 1.
     cond, uncond: the UNet's conditioning; `uncond` is None if no step is guided.
-    result: the result of the last finished pass, if another one follows: uint8 [height, width, 3], and bool [1], true
-        if all results so far were finite.
+    checks: by what a stage made, bool [1], true if it is finite; see `model.pipeline.overflow`.
+    result: the result of the last finished pass, if another one follows: uint8 [height, width, 3], and bool [checks] of
+        all passes so far.
     pixels: the decoded image, once decoding is queued.
     """
 
@@ -123,6 +124,7 @@ class ImageState:
     known: Known | None = None
     extra_channels: torch.Tensor | None = None
     inputs: Outputs | None = None
+    checks: dict[str, torch.Tensor] = field(default_factory=dict)
     result: Outputs | None = None
     pixels: PendingImage | None = None
 

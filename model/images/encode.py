@@ -38,9 +38,13 @@ def to_levels(decoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return levels.to(torch.uint8).permute(0, 2, 3, 1).contiguous(), finite
 
 
-def broken_image(indices: Sequence[int], images: int) -> BrokenImage:
-    """Return the error for images with NaN or infinity: the `indices` of them among the `images` of a request."""
-    return BrokenImage(f"image {', '.join(map(str, indices))} of {images} (counted from 0) has NaN or infinite values.")
+def broken_image(indices: Sequence[int], images: int, place: str = "", remedy: str | None = None) -> BrokenImage:
+    """Return the error for images with NaN or infinity: the `indices` of them among the `images` of a request.
+
+    `place`: where they began, "" if it is not known. `remedy`: None for the one of a VAE.
+    """
+    numbers, began = ", ".join(map(str, indices)), f", which began {place}" if place else ""
+    return BrokenImage(f"image {numbers} of {images} (counted from 0) has NaN or infinite values{began}.", remedy)
 
 
 def encode(pixels: Pixels, format: ImageFormat, quality: int, text: str = "") -> bytes:

@@ -12,7 +12,9 @@ class PendingImage:
     """
 
     def __init__(self, levels: torch.Tensor, finite: torch.Tensor, flagged: torch.Tensor | None = None) -> None:
-        """`levels`: uint8 [1, height, width, 3]. `finite`: bool [1], false if they were NaN or infinite.
+        """`levels`: uint8 [1, height, width, 3].
+
+        `finite`: bool [checks], of what the image was made of (`model.pipeline.overflow`) and, last, of the image.
 
         `flagged`: bool [1], true if a safety checker flagged them; None: they were not checked.
         """
@@ -26,10 +28,14 @@ class PendingImage:
         """Return uint8 [height, width, 3], or None if the image holds NaN or infinity."""
         if self._done is not None:
             self._done.synchronize()
-        if not bool(self._finite):
+        if not bool(self._finite[-1]):
             return None
         pixels: Pixels = self._levels.numpy()
         return pixels
+
+    def failed_check(self) -> int:
+        """Return the number of the first check that was false. Call it after `wait` has returned None."""
+        return self._finite.tolist().index(False)
 
     def flagged(self) -> bool | None:
         """Return whether a safety checker flagged the image; None if it was not checked. Call it after `wait`."""

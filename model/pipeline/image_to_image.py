@@ -11,6 +11,7 @@ from model.cuda.streams import to_device
 from model.denoising.loop import ImageState, Known
 from model.pipeline.encode import encode_pixels, to_pixels
 from model.pipeline.loaded_model import LoadedModel
+from model.pipeline.overflow import IMAGE, is_finite
 from model.pipeline.params import REPAINTED_LEVEL
 from model.pipeline.plan import RequestPlan, Source
 
@@ -54,7 +55,9 @@ def prepare_from_image(model: LoadedModel, plan: RequestPlan, source: Source, im
     made = [image.latents]
     made += [] if image.known is None else [image.known.latents, image.known.noise, image.known.mask]
     made += [] if image.extra_channels is None else [image.extra_channels]
-    image.inputs = model.encode_stream.record(made)
+    with model.encode_stream.run_after():
+        image.checks[IMAGE] = is_finite(*made)
+    image.inputs = model.encode_stream.record([*made, image.checks[IMAGE]])
 
 
 def keep_base_result(model: LoadedModel, plan: RequestPlan, source: Source, image: ImageState) -> None:

@@ -8,16 +8,22 @@ for a request that has no steps on this UNet. To add a stage, implement `Stage` 
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
+
 from model.denoising.loop import Conditioning, ImageState
+from model.engines.signatures import IMAGE_KEYS, IMAGE_VALUES, KEYS_VALUES
 from model.images.encode import to_levels
 from model.images.pending import PendingImage
 from model.pipeline.decode import decode_latents
 from model.pipeline.image_to_image import draw_latents, keep_base_result, prepare_from_image
 from model.pipeline.loaded_model import LoadedModel, LoopKey
+from model.pipeline.overflow import CHECKS, IMAGE, LATENTS, PIXELS, TEXT, is_finite, latents_are_sane
 from model.pipeline.plan import RequestPlan
 from model.pipeline.prompt import encode_prompt
 from model.pipeline.safety import check_image
 from model.pipeline.spec import BASE, REFINER, Denoiser
+
+_ENCODED = (KEYS_VALUES, "time_embeds", IMAGE_KEYS, IMAGE_VALUES)  # inputs of a UNet that prompts and images become
 
 
 class Stage(Protocol):
@@ -57,6 +63,10 @@ class EncodePrompt:
         cond, uncond = references.pop()
         image.cond = _copy_inputs(cond)
         image.uncond = None if uncond is None else _copy_inputs(uncond)
+        texts = [text.inputs for text in (image.cond, image.uncond) if text is not None]
+        encoded = [inputs[name] for inputs in texts for name in _ENCODED if name in inputs]
+        if encoded:
+            image.checks[TEXT] = is_finite(*encoded) & image.checks.get(TEXT, True)
 
 
 def _copy_inputs(conditioning: Conditioning) -> Conditioning:
@@ -72,6 +82,7 @@ class PrepareLatents:
 
     def run(self, model: LoadedModel, plan: RequestPlan, image: ImageState) -> None:
         image.known = image.extra_channels = None
+        image.checks.pop(IMAGE, None)  # of the pass before
         if plan.source is None:
             image.latents = plan.init_sigma * draw_latents(model, plan, image)
         else:
@@ -107,8 +118,10 @@ class Decode:
     timing: str = "decode"
 
     def run(self, model: LoadedModel, plan: RequestPlan, image: ImageState) -> None:
-        with model.decode_stream.run_after(image.latents):
+        with model.decode_stream.run_after(image.latents, *image.checks.values()):
             levels, finite = to_levels(decode_latents(model, image.latents))
+            checks = {LATENTS: latents_are_sane(image.latents), PIXELS: finite, **image.checks}
+            finite = torch.cat([checks.get(name, torch.ones_like(finite)) for name in CHECKS])
             if image.result is not None:
                 finite &= image.result.tensors[1]
             if plan.later:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from model.cuda.streams import StageTimer
 from model.denoising.loop import ImageState, Loop, has_room
-from model.images.encode import Pixels, broken_image
+from model.images.encode import Pixels
 from model.pipeline.loaded_model import LoadedModel, LoopKey
+from model.pipeline.overflow import CHECKS, broken_images
 from model.pipeline.params import GenerationParams
 from model.pipeline.plan import RequestPlan
 from model.pipeline.runner import Runner
@@ -33,7 +34,9 @@ def generate(model: LoadedModel, batch: Sequence[GenerationParams]) -> tuple[lis
     timer.end("decode")
     broken = [index for index, levels in enumerate(pixels) if levels is None]
     if broken:
-        raise broken_image(broken, len(pixels))
+        pending, owners = images[broken[0]].pixels, [plan for plan in plans for _ in range(plan.params.num_images)]
+        assert pending is not None
+        raise broken_images(owners[broken[0]], broken, len(pixels), CHECKS[pending.failed_check()])
     warnings = [text for plan in plans for text in plan.warnings]
     return [levels for levels in pixels if levels is not None], timer.milliseconds(), warnings
 

@@ -9,10 +9,11 @@ import numpy as np
 
 from model import metrics
 from model.denoising.loop import ImageState
-from model.images.encode import Pixels, broken_image, encode_base64
+from model.images.encode import Pixels, encode_base64
 from model.images.metadata import metadata_text
 from model.images.pending import PendingImage
 from model.pipeline.finish import finish
+from model.pipeline.overflow import CHECKS, broken_images
 from model.pipeline.preview import Preview
 from model.scheduling.job import ImageEvent, Job
 
@@ -70,7 +71,7 @@ class OutputWorkers:
             pixels = pending.wait()
             job.end_stage("decode")
             if pixels is None:
-                raise broken_image([index], job.params.num_images)
+                raise broken_images(job.plan, [index], job.params.num_images, CHECKS[pending.failed_check()])
             params, flagged, warning = job.params, pending.flagged(), None
             finished = finish(pixels, params)
             if flagged:
