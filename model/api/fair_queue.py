@@ -9,16 +9,20 @@ Imports no torch: the server and the gateway have the same queues.
 
 import asyncio
 import math
+import os
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
 from model.errors import Overloaded
 
 CLIENT_HEADER = "X-Preheat-Client"  # names one of a gateway's clients. Only the order in queues depends on it
-SMALL_PRICE = 2**22  # pixels: 2048 x 2048, about 50 ms of decoding
+SMALL_PRICE = 2**21  # pixels: a little more than 1920 x 1080, about 30 ms of decoding
 MAX_WAITING = 64  # requests in a queue
+_NICENESS = 5  # of the threads: event loops, and the launches of work on a GPU, have priority
 PRICE_PER_SECOND = 50_000_000  # pixels, on a slow core
 T = TypeVar("T")
 Observer = Callable[[float, float], None]
@@ -39,6 +43,7 @@ class FairQueue:
 
     def __init__(self, observe: Observer) -> None:
         self._observe = observe
+        self._thread = ThreadPoolExecutor(1, "preheat-decode", _lower_priority)
         self._now = 0.0  # virtual: the finish time of the last ticket that was served
         self._arrivals = 0
         self._last: dict[str, float] = {}  # client -> the finish time of its last ticket, if that is to come
@@ -75,7 +80,7 @@ class FairQueue:
         finally:
             self._waiting.pop(turn, None)
         began = time.monotonic()
-        thread = asyncio.ensure_future(asyncio.to_thread(work))
+        thread = asyncio.get_running_loop().run_in_executor(self._thread, work)
         thread.add_done_callback(lambda _: self._end())
         thread.add_done_callback(lambda _: self._observe(began - arrived, time.monotonic() - began))
         return await asyncio.shield(thread)
@@ -109,6 +114,10 @@ class FairQueue:
         """Return the turns that wait, the next one first. One that was cancelled leaves at the loop's next turn."""
         waiting = [turn for turn in self._waiting if not turn.done()]
         return sorted(waiting, key=lambda turn: self._waiting[turn])
+
+
+def _lower_priority() -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 class Decoders:

@@ -30,6 +30,8 @@ MAX_INPUT_PIXELS = 32_000_000
 MAX_WEBP_PIXELS = 16_000_000  # Pillow's decoder of WebP holds four copies of the pixels, those of other formats one
 MAX_REQUEST_PIXELS = 96_000_000  # of all images of a request: they take about a second to decode
 MAX_INPUT_SIDE = 16_384  # pixels
+# Pillow's default of 16 MiB is below glibc's threshold for memory that is returned to the system once it is free.
+Image.core.set_block_size(64 * 2**20)  # type: ignore[attr-defined]
 _ACCEPTED = "base64 or a data: URL of a PNG, JPEG or WebP file"
 _MEDIA_TYPES = ("image/png", "image/jpeg", "image/jpg", "image/pjpeg", "image/webp")
 _MAX_PREFIX_CHARACTERS = 256  # of the text before the comma of a data: URL
@@ -204,7 +206,7 @@ def _load_opaque(container: Container, background: str) -> Image.Image:
 
 
 def to_8_bits(image: Image.Image, depth: int) -> Image.Image:
-    """Load an image with levels of 8 bits. depth: bits of each stored level or palette index.
+    """Load an image with levels of 8 bits, in place of `image`. depth: bits of each stored level or palette index.
 
     Pillow scales the levels of a PNG to 8 bits, but not its transparent colour (tRNS), except of 1 bit.
     """
@@ -212,6 +214,7 @@ def to_8_bits(image: Image.Image, depth: int) -> Image.Image:
     transparent = image.info.get("transparency")
     if image.mode == "I;16":  # grey; Pillow reduces other PNGs of 16 bits to their high bytes
         levels = np.asarray(image)
+        image.close()
         grey = Image.fromarray((levels >> 8).astype(np.uint8))
         if transparent is not None:
             alpha = Image.fromarray(np.where(levels == transparent, np.uint8(0), np.uint8(255)))
