@@ -174,14 +174,14 @@ def _ensemble_inputs(
     """Return the optional inputs of an ensemble by name. Raises RequestRefused for a file that is no image."""
     inputs: dict[str, NDArray[Any]] = {}
     if image is not None:
-        inputs[INPUT_IMAGE] = np.asarray(decode_rgb(read_image(_base64(image), "image")))
+        inputs[INPUT_IMAGE] = decode_rgb(read_image(_base64(image), "image"))
     if mask is not None:
         inputs[MASK] = np.asarray(decode_mask(read_image(_base64(mask), "mask")))
     if strength is not None:
         inputs[STRENGTH] = np.array([strength], np.float32)
     for control in controls:
         name = control["name"]
-        inputs[f"{CONTROL_IMAGE}.{name}"] = np.asarray(decode_rgb(read_image(control["image"], f"control {name}")))
+        inputs[f"{CONTROL_IMAGE}.{name}"] = decode_rgb(read_image(control["image"], f"control {name}"))
         if "scale" in control:
             inputs[f"{CONTROL_SCALE}.{name}"] = np.array([control["scale"]], np.float32)
         if "mode" in control:

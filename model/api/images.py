@@ -152,25 +152,24 @@ def read_images(request: GenerationRequest, served: ServedModel) -> UndecodedReq
 
 
 def _image(request: GenerationRequest, params: GenerationParams, file: InputImage) -> Pixels:
-    # A copy, as of the masks: PyTorch needs writable memory, and warns without it.
-    return np.array(fit(decode_rgb(file), (params.width, params.height), request.resize))
+    return decode_rgb(file, partial(fit, size=(params.width, params.height), resize=request.resize))
 
 
 def _control(
     request: GenerationRequest, params: GenerationParams, control: ControlRequest, file: InputImage
 ) -> Control:
     """Return the use of a ControlNet with its control image, in the size of the result."""
-    pixels = fit(decode_rgb(file), (params.width, params.height), request.resize)
+    pixels = _image(request, params, file)
     if control.preprocess == "canny":
         from model.images.canny import canny
 
         pixels = canny(pixels)
-    return Control(control.name, np.array(pixels), control.scale, control.start, control.end, control.mode)
+    return Control(control.name, pixels, control.scale, control.start, control.end, control.mode)
 
 
 def _reference(name: str, scale: float, file: InputImage, side: int) -> ImagePrompt:
     """Return the use of an IP-Adapter with one of its images, as a square of `side` pixels."""
-    return ImagePrompt(name, reference_square(decode_rgb(file), side)[None], scale)
+    return ImagePrompt(name, decode_rgb(file, partial(reference_square, side=side))[None], scale)
 
 
 def _mask(request: GenerationRequest, params: GenerationParams, mask: MaskRequest, file: InputImage) -> Mask:
@@ -185,7 +184,7 @@ def _mask(request: GenerationRequest, params: GenerationParams, mask: MaskReques
             "would be repainted. Set a smaller value, or send a mask with a larger white part.",
         )
     return Mask(
-        np.array(blurred),
+        np.array(blurred),  # a copy: PyTorch needs writable memory, and warns without it
         prompt=params.prompt if mask.prompt is None else mask.prompt,
         negative_prompt=params.negative_prompt if mask.negative_prompt is None else mask.negative_prompt,
         strength=params.strength if mask.strength is None else mask.strength,

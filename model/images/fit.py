@@ -45,7 +45,7 @@ def fit(image: Image.Image, size: Size, resize: Resize) -> Pixels:
 
 
 def reference_square(image: Image.Image, side: int) -> Pixels:
-    """Return the square around the centre of an RGB image, uint8 [side, side, 3], by a bicubic filter.
+    """Return the square around the centre of an image, uint8 [side, side, 3], by a bicubic filter. Of mode L without 3.
 
     These are the pixels that transformers' `CLIPImageProcessorPil` normalizes. diffusers uses `CLIPImageProcessor`,
     which is the same class unless torchvision is installed. torchvision's horizontal pass is always the first, and it

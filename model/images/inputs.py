@@ -6,24 +6,27 @@ interpreter lock while it decodes. Each of them raises RequestRefused, which nam
 
     image = read_image(request.image, "image")          # image.width, image.height: after the rotation by EXIF
     mask = read_mask(request.masks[0].image, "masks.0.image", image)
-    pixels = decode_rgb(image)                           # RGB, image.width x image.height
+    pixels = decode_rgb(image)                           # uint8 [image.height, image.width, 3]
     repainted = decode_mask(mask)                        # L, image.width x image.height, 255 is repainted
 
-`model.images.fit` resizes the pixels to the requested size. They stay images of Pillow until then: an array would be a
-further copy of 96 MB of the largest image.
+`model.images.fit` resizes the pixels to the requested size.
 """
 
 import binascii
 import io
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from PIL import Image
 
 from model.errors import RequestRefused
 from model.images.containers import Container, InvalidFile, read_container
 from model.validation import format_value
+
+Pixels = npt.NDArray[np.uint8]
 
 MAX_FILE_BYTES = 32 * 2**20
 MAX_INPUT_PIXELS = 32_000_000
@@ -32,6 +35,7 @@ MAX_REQUEST_PIXELS = 96_000_000  # of all images of a request: they take about a
 MAX_INPUT_SIDE = 16_384  # pixels
 # Pillow's default of 16 MiB is below glibc's threshold for memory that is returned to the system once it is free.
 Image.core.set_block_size(64 * 2**20)  # type: ignore[attr-defined]
+_STRIP_ROWS = 256  # of a mask, converted at once
 _ACCEPTED = "base64 or a data: URL of a PNG, JPEG or WebP file"
 _MEDIA_TYPES = ("image/png", "image/jpeg", "image/jpg", "image/pjpeg", "image/webp")
 _MAX_PREFIX_CHARACTERS = 256  # of the text before the comma of a data: URL
@@ -107,8 +111,11 @@ def read_mask(data: str, field: str, image: InputImage) -> InputImage:
     return mask
 
 
-def decode_rgb(image: InputImage) -> Image.Image:
-    """Decode to RGB, upright.
+def decode_rgb(image: InputImage, resize: Callable[[Image.Image], Pixels] = np.asarray) -> Pixels:
+    """Decode to RGB, uint8 [height, width, 3], upright.
+
+    `resize` is called with each channel, an upright image of mode L, and its results are the channels of the result. So
+    the largest image never exists in more than one form at once.
 
     Transparent pixels are blended with white. 16-bit values are divided by 256. The transparent colour of a 16-bit RGB
     PNG includes all colours with the same high bytes. Grey, palette and CMYK are converted by Pillow. Colour profiles
@@ -117,7 +124,16 @@ def decode_rgb(image: InputImage) -> Image.Image:
     Raises RequestRefused for data that cannot be decoded. Some damage is not detected: libjpeg repairs it within a
     JPEG, and Pillow accepts a PNG whose compressed data ends after a whole row.
     """
-    return _decode(image, "RGB", background="white")
+    colors = _as_colors(_load(image))
+    alpha = colors.getchannel("A") if "A" in colors.getbands() else None
+    channels = []
+    for name in colors.getbands()[: -1 if alpha else None]:
+        channel = colors.getchannel(name)
+        if alpha is not None:
+            channel = _on_background(channel, alpha, "white")
+        channels.append(resize(turn_upright(channel, image.container)))
+        del channel  # before the next one is made
+    return np.stack(channels if len(channels) == 3 else 3 * channels, axis=-1)
 
 
 def decode_mask(mask: InputImage) -> Image.Image:
@@ -125,7 +141,17 @@ def decode_mask(mask: InputImage) -> Image.Image:
 
     Transparent pixels are blended with black, so they are not repainted. Raises RequestRefused like `decode_rgb`.
     """
-    return _decode(mask, "L", background="black")
+    decoded = _load(mask)
+    if decoded.mode == "L" and not decoded.has_transparency_data:
+        return turn_upright(decoded, mask.container)
+    luma = Image.new("L", decoded.size)
+    for top in range(0, decoded.height, _STRIP_ROWS):
+        strip = decoded.crop((0, top, decoded.width, min(decoded.height, top + _STRIP_ROWS)))
+        if strip.has_transparency_data:
+            with_alpha = strip.convert("RGBA")
+            strip = _on_background(with_alpha, with_alpha, "black")
+        luma.paste(strip.convert("L"), (0, top))
+    return turn_upright(luma, mask.container)
 
 
 def turn_upright(pixels: Image.Image, container: Container) -> Image.Image:
@@ -182,11 +208,14 @@ def _prefix_length(start: str, field: str) -> int:
     return len(start) - len(encoded.lstrip())
 
 
-def _decode(image: InputImage, mode: str, background: str) -> Image.Image:
-    """Decode an image, upright, in the mode RGB or L."""
+def _load(image: InputImage) -> Image.Image:
+    """Decode the stored pixels, 8 bits for each level or palette index. Raises RequestRefused for damaged data."""
     container = image.container
     try:
-        upright = turn_upright(_load_opaque(container, background), container)
+        with Image.open(io.BytesIO(container.pixel_data), formats=[container.format.upper()]) as decoded:
+            if decoded.size != (container.width, container.height):
+                raise InvalidFile("is damaged: its headers state different sizes")
+            return to_8_bits(decoded, container.depth)
     except InvalidFile as error:
         raise RequestRefused(image.field, f"the file {error}.") from error
     except Exception as error:
@@ -194,15 +223,6 @@ def _decode(image: InputImage, mode: str, background: str) -> Image.Image:
         raise RequestRefused(
             image.field, f"the {container.format.upper()} file is truncated or damaged: its pixels cannot be decoded."
         ) from error
-    return upright if upright.mode == mode else upright.convert(mode)
-
-
-def _load_opaque(container: Container, background: str) -> Image.Image:
-    """Decode the stored pixels in an opaque mode with 8 bits: 1, L, P, RGB or CMYK. Raises what Pillow raises."""
-    with Image.open(io.BytesIO(container.pixel_data), formats=[container.format.upper()]) as decoded:
-        if decoded.size != (container.width, container.height):
-            raise InvalidFile("is damaged: its headers state different sizes")
-        return _flatten(to_8_bits(decoded, container.depth), background)
 
 
 def to_8_bits(image: Image.Image, depth: int) -> Image.Image:
@@ -229,15 +249,21 @@ def to_8_bits(image: Image.Image, depth: int) -> Image.Image:
     return image
 
 
-def _flatten(image: Image.Image, background: str) -> Image.Image:
-    if not image.has_transparency_data:
+def _as_colors(image: Image.Image) -> Image.Image:
+    """Return an image in the mode L, LA, RGB or RGBA, in place of `image`."""
+    if image.has_transparency_data:
+        mode = image.mode if image.mode in ("LA", "RGBA") else "RGBA"
+    else:
+        mode = "L" if image.mode in ("1", "L") else "RGB"
+    if image.mode == mode:
         return image
-    if image.mode == "LA":
-        grey, alpha = image.split()
-        opaque = Image.new("L", image.size, background)
-        opaque.paste(grey, mask=alpha)
-        return opaque
-    with_alpha = image if image.mode == "RGBA" else image.convert("RGBA")
-    opaque = Image.new("RGB", image.size, background)
-    opaque.paste(with_alpha, mask=with_alpha)
+    converted = image.convert(mode)
+    image.close()
+    return converted
+
+
+def _on_background(image: Image.Image, alpha: Image.Image, color: str) -> Image.Image:
+    """Blend an image, of mode L or RGBA, with a color. `alpha`: of mode L or RGBA."""
+    opaque = Image.new("L" if image.mode == "L" else "RGB", image.size, color)
+    opaque.paste(image, mask=alpha)
     return opaque
