@@ -85,6 +85,7 @@ test-load: export PREHEAT_KILL_SECONDS ?= 90
 test-load: export PREHEAT_FUZZ_IMAGES ?= 2000
 test-load: export PREHEAT_FUZZ_CONFIGS ?= 200
 test-load: export PREHEAT_ATTACK_SECONDS ?= 15
+test-load: export PREHEAT_BOMB_SECONDS ?= 30
 test-load: $(READY)
 	$(BIN)/pytest tests/load
 

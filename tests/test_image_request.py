@@ -1,6 +1,7 @@
 """Requests with images and masks: their fields, their resolution to pixels, and what is refused."""
 
 import base64
+import io
 import re
 import struct
 import warnings
@@ -16,11 +17,12 @@ import torch
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 
-from model.api.images import resolve_with_images
+from model.api.images import read_images, resolve_with_images
 from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.denoising.sampler_names import SAMPLERS
 from model.errors import Cancelled, RequestRefused
+from model.images.inputs import read_image
 from model.images.postprocess import feather
 from model.loading.served import Defaults, ServedModel, SizeList
 from model.pipeline.params import REPAINTED_LEVEL, GenerationParams
@@ -212,6 +214,39 @@ def test_abandoned_request_decodes_no_further_image(checks: int) -> None:
     answers = iter([False] * checks + [True])
     with pytest.raises(Cancelled):
         resolve_with_images(request, SERVED, lambda: next(answers))
+
+
+LARGE = file_of(np.zeros((4000, 8000), np.uint8))
+REFERENCE = {"name": "face", "images": [LARGE] * 4}
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("masks.2.image", {"image": LARGE, "masks": [{"image": LARGE}] * 8}),
+        ("controls.2.image", {"image": LARGE, "controls": [{"name": "edges", "image": LARGE}] * 3}),
+        ("ip_adapters.0.images.3", {"image": None, "ip_adapters": [REFERENCE]}),
+    ],
+)
+def test_refuses_too_many_pixels_in_all_images(field: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(RequestRefused, match="have 128.0 megapixels. At most 96 are accepted") as refused:
+        resolved(resize="stretch", width=128, height=128, **fields)
+    assert refused.value.field == field
+
+
+def test_prices_are_known_before_pixels_are_decoded() -> None:
+    """In pixels of a simple file: each scan of a JPEG counts, and the bytes if they are more."""
+    file = io.BytesIO()
+    Image.fromarray(noise(128, 192)).save(file, "jpeg", progressive=True)
+    scans, damaged = base64.b64encode(file.getvalue()).decode(), damaged_png(128, 192)
+    request = GenerationRequest(
+        prompt="a cat", image=scans, masks=[{"image": damaged}], width=128, height=128, resize="crop"
+    )
+    image, mask = read_images(request, SERVED).parts
+    assert image.price == 128 * 192 * read_image(scans, "image").container.scans > 6 * 128 * 192
+    assert mask.price == 128 * 192
+    with pytest.raises(RequestRefused, match="damaged"):
+        mask.decode()
 
 
 def test_refuses_an_image_of_a_size_without_encoder() -> None:

@@ -33,6 +33,8 @@ from model.loading.load import Loaded
 from model.loading.served import Defaults, ServedModel, SizeList
 from model.pipeline import spec
 from model.pipeline.loaded_model import LoadedModel
+from model.pipeline.params import GenerationParams
+from model.pipeline.plan import RequestPlan
 from model.pipeline.runner import Runner
 from model.scheduling.scheduler import Scheduler
 from model.settings import Limits
@@ -400,6 +402,24 @@ def test_client_that_leaves_is_not_decoded(decoder: SlowDecoder) -> None:
 
     asyncio.run(answer_four())
     scheduler.close()
+
+
+@pytest.mark.parametrize("characters", [1000, 4000])
+def test_long_prompts_do_not_block_the_event_loop(characters: int) -> None:
+    service, scheduler = make_service(linear_model())
+    threads: list[str] = []
+    plan = scheduler.runner.plan
+
+    def record(params: GenerationParams) -> RequestPlan:
+        threads.append(threading.current_thread().name)
+        return plan(params)
+
+    scheduler.runner.plan = record  # type: ignore[method-assign]
+    http = Request({"type": "http", "headers": []}, lambda: asyncio.Event().wait())
+    response: Any = asyncio.run(service.answer(GenerationRequest(prompt="a" * characters), http))
+    scheduler.close()
+    assert response.status_code == 200
+    assert threads[0].startswith("preheat-decode" if characters > 2000 else "MainThread")
 
 
 def test_accepted_request_releases_its_texts() -> None:

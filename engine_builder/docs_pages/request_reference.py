@@ -12,6 +12,7 @@ from typing import Any
 from engine_builder.checkpoints.scheduler_config import diffusers_class
 from model.api.body_limit import MAX_BODY_BYTES, MAX_TOTAL_BODY_BYTES
 from model.api.describe import Description
+from model.api.fair_queue import MAX_WAITING
 from model.api.request import (
     ControlRequest,
     EngineInfo,
@@ -25,7 +26,13 @@ from model.api.request import (
 from model.api.service import HEARTBEAT_SECONDS, STATUS
 from model.denoising.sampler_names import SAMPLERS
 from model.images.containers import MAX_JPEG_SCAN_PIXELS, MAX_JPEG_SCANS
-from model.images.inputs import MAX_FILE_BYTES, MAX_INPUT_PIXELS, MAX_INPUT_SIDE
+from model.images.inputs import (
+    MAX_FILE_BYTES,
+    MAX_INPUT_PIXELS,
+    MAX_INPUT_SIDE,
+    MAX_REQUEST_PIXELS,
+    MAX_WEBP_PIXELS,
+)
 from model.images.postprocess import RING_WIDTH
 from model.validation import MAX_PROMPT_WEIGHT
 
@@ -133,8 +140,10 @@ pathlib.Path("repainted.png").write_bytes(base64.b64decode(body["data"]))
 `image` and the image of a mask are base64 in the standard alphabet, padded and without line breaks (`base64 -w0 FILE`),
 or a `data:` URL of it. Other URLs are not fetched. PNG, JPEG and WebP are accepted, recognised by their first bytes.
 The URL may state any of `image/png`, `image/jpeg`, `image/jpg`, `image/pjpeg` and `image/webp`, and parameters such as
-`charset`. Another media type is refused. So are more than @FILE_MIB@ MiB, @MEGAPIXELS@ megapixels or @SIDE@ pixels on a
-side, animations, and truncated or damaged files. Headers are checked before pixels are decoded.
+`charset`. Another media type is refused. So are more than @FILE_MIB@ MiB, @MEGAPIXELS@ megapixels
+(@WEBP@ of a WebP file) or @SIDE@ pixels on a side, animations, and truncated or damaged files.
+All images of a request, with its masks, control images and reference images, may have @IN_ALL@ megapixels
+together. Headers are checked before pixels are decoded.
 
 - The rotation that EXIF states is applied. The size that counts is the rotated one.
 - Transparent pixels are blended with white, as most viewers show them. diffusers' `load_image` removes the
@@ -364,13 +373,19 @@ _REFUSALS = {
     ),
     "overloaded": (
         "`limits.max_queue` images are waiting, or the bodies of all requests in flight exceed "
-        f"{MAX_TOTAL_BODY_BYTES // 2**20} MiB. The header `Retry-After` has seconds",
+        f"{MAX_TOTAL_BODY_BYTES // 2**20} MiB, or {MAX_WAITING} requests wait for their images to be decoded. The "
+        "header `Retry-After` has seconds",
         "repeat it after that time",
     ),
     "cancelled": ("the client disconnected. Only the log and the metrics show it", ""),
     "broken_image": (
         "an image has NaN or infinite values. `error` names the seed",
         "report it: the VAE's precision is usually the cause",
+    ),
+    "overflow": (
+        "an image has NaN or infinite values, and values of the request may be the cause. `error` names them and the "
+        "seed, `field` the first one",
+        "use smaller scales and weights",
     ),
     "adapter": (
         "a LoRA adapter cannot be read from the store",
@@ -403,6 +418,8 @@ def page() -> str:
     limits = {
         "FILE_MIB": MAX_FILE_BYTES // 2**20,
         "MEGAPIXELS": MAX_INPUT_PIXELS // 10**6,
+        "WEBP": MAX_WEBP_PIXELS // 10**6,
+        "IN_ALL": MAX_REQUEST_PIXELS // 10**6,
         "SIDE": f"{MAX_INPUT_SIDE:,}",
         "JPEG_SCANS": MAX_JPEG_SCANS,
         "SCAN_MEGAPIXELS": MAX_JPEG_SCAN_PIXELS // 10**6,

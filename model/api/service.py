@@ -49,7 +49,7 @@ from model.scheduling.job import GenerationResult, ImageEvent, StepEvent
 logger = logging.getLogger("preheat")
 
 HEARTBEAT_SECONDS = 1.0
-CHARACTER_PRICE = 4000  # of a prompt, in pixels: the longest texts of eight masks take two seconds to tokenize
+CHARACTER_PRICE = 1000  # of a prompt, in pixels: the longest texts of eight masks take two seconds to tokenize
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 # Error -> HTTP status, and the name under which it is counted. 499: the client has left.
 STATUS: dict[type[PreheatError], tuple[int, str]] = {
