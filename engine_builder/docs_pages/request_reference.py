@@ -31,7 +31,6 @@ from model.images.inputs import (
     MAX_INPUT_PIXELS,
     MAX_INPUT_SIDE,
     MAX_REQUEST_PIXELS,
-    MAX_WEBP_PIXELS,
 )
 from model.images.postprocess import RING_WIDTH
 from model.validation import MAX_PROMPT_WEIGHT
@@ -140,10 +139,9 @@ pathlib.Path("repainted.png").write_bytes(base64.b64decode(body["data"]))
 `image` and the image of a mask are base64 in the standard alphabet, padded and without line breaks (`base64 -w0 FILE`),
 or a `data:` URL of it. Other URLs are not fetched. PNG, JPEG and WebP are accepted, recognised by their first bytes.
 The URL may state any of `image/png`, `image/jpeg`, `image/jpg`, `image/pjpeg` and `image/webp`, and parameters such as
-`charset`. Another media type is refused. So are more than @FILE_MIB@ MiB, @MEGAPIXELS@ megapixels
-(@WEBP@ of a WebP file) or @SIDE@ pixels on a side, animations, and truncated or damaged files.
-All images of a request, with its masks, control images and reference images, may have @IN_ALL@ megapixels
-together. Headers are checked before pixels are decoded.
+`charset`. Another media type is refused. So are more than @FILE_MIB@ MiB, @MEGAPIXELS@ megapixels or @SIDE@ pixels on
+a side, animations, and truncated or damaged files. All images of a request, with its masks, control images and
+reference images, may have @IN_ALL@ megapixels together. Headers are checked before pixels are decoded.
 
 - The rotation that EXIF states is applied. The size that counts is the rotated one.
 - Transparent pixels are blended with white, as most viewers show them. diffusers' `load_image` removes the
@@ -418,7 +416,6 @@ def page() -> str:
     limits = {
         "FILE_MIB": MAX_FILE_BYTES // 2**20,
         "MEGAPIXELS": MAX_INPUT_PIXELS // 10**6,
-        "WEBP": MAX_WEBP_PIXELS // 10**6,
         "IN_ALL": MAX_REQUEST_PIXELS // 10**6,
         "SIDE": f"{MAX_INPUT_SIDE:,}",
         "JPEG_SCANS": MAX_JPEG_SCANS,

@@ -26,6 +26,7 @@ from model.images.inputs import MAX_INPUT_PIXELS, read_image, to_8_bits, turn_up
 from model.validation import MAX_IMAGES, MAX_PROMPT_CHARACTERS, format_value
 
 MAX_PARTIAL_IMAGES = 3
+MAX_ALPHA_WEBP_PIXELS = 16_000_000  # Pillow's decoder of WebP holds four copies of the pixels
 VARIATION_PROMPT, VARIATION_STRENGTH = "a picture", 0.6  # a variation has no prompt, so its guidance is off
 EXTRA_FIELDS = (
     "seed",
@@ -238,10 +239,18 @@ def _transparent_parts(container: Container, name: str) -> str | None:
         with Image.open(io.BytesIO(container.pixel_data), formats=[container.format.upper()]) as decoded:
             if not decoded.has_transparency_data:
                 return None
+            if container.format == "webp" and decoded.width * decoded.height > MAX_ALPHA_WEBP_PIXELS:
+                raise refused(
+                    name,
+                    f"a transparent WebP file may have {MAX_ALPHA_WEBP_PIXELS // 10**6} megapixels. Send it as PNG, or "
+                    "send a mask.",
+                )
             levels = to_8_bits(decoded, container.depth)
             if "A" not in levels.getbands():
                 levels = levels.convert("RGBA")
             alpha = turn_upright(levels.getchannel("A"), container)
+    except ApiError:
+        raise
     except Exception as error:  # Pillow raises many types for damaged data
         kind = container.format.upper()
         raise refused(name, f"the {kind} file is truncated or damaged: its pixels cannot be decoded.") from error

@@ -98,7 +98,7 @@ def _texts(request: GenerationRequest) -> Iterator[str]:
 def read_images(request: GenerationRequest, served: ServedModel) -> UndecodedRequest:
     """Check the headers of all images, and the request. No pixel is decoded.
 
-    Raises RequestRefused as `resolve` does, for a file that cannot be used, and for more than 96 megapixels in all.
+    Raises RequestRefused as `resolve` does, for a file that cannot be used, and for more than 320 megapixels in all.
     """
     pixels = 0
 

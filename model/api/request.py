@@ -216,7 +216,7 @@ class GenerationRequest(RequestModel):
     image: str | None = Field(
         None,
         description="The image to start from: base64 or a `data:` URL of a PNG, JPEG or WebP file, at most 32 MiB and "
-        "32 megapixels (WebP: 16). It is encoded to latents, and noise is added to them.",
+        "32 megapixels. It is encoded to latents, and noise is added to them.",
     )
     strength: Fraction | None = Field(
         None,

@@ -30,8 +30,7 @@ Pixels = npt.NDArray[np.uint8]
 
 MAX_FILE_BYTES = 32 * 2**20
 MAX_INPUT_PIXELS = 32_000_000
-MAX_WEBP_PIXELS = 16_000_000  # Pillow's decoder of WebP holds four copies of the pixels, those of other formats one
-MAX_REQUEST_PIXELS = 96_000_000  # of all images of a request: they take about a second to decode
+MAX_REQUEST_PIXELS = 10 * MAX_INPUT_PIXELS  # of all images of a request: they take three seconds to decode
 MAX_INPUT_SIDE = 16_384  # pixels
 # Pillow's default of 16 MiB is below glibc's threshold for memory that is returned to the system once it is free.
 Image.core.set_block_size(64 * 2**20)  # type: ignore[attr-defined]
@@ -72,8 +71,8 @@ def read_image(data: str, field: str) -> InputImage:
 
     The file's first bytes decide its format, whatever the URL states. Raises RequestRefused for text that is not strict
     base64, a media type of no accepted format, a file of more than 32 MiB, another format than PNG, JPEG or WebP, an
-    animation, a truncated file, a JPEG of too many scans, more than 32 megapixels (WebP: 16), and a side of more than
-    16,384 pixels.
+    animation, a truncated file, a JPEG of too many scans, more than 32 megapixels, and a side of more than 16,384
+    pixels.
     """
     file = _decode_base64(data, field)
     try:
@@ -83,13 +82,10 @@ def read_image(data: str, field: str) -> InputImage:
     width, height = container.width, container.height
     if not width or not height:
         raise RequestRefused(field, f"the image has {width} x {height} pixels. Send at least 1 x 1.")
-    most, hint = MAX_INPUT_PIXELS, ""
-    if container.format == "webp":
-        most, hint = MAX_WEBP_PIXELS, f" of a WebP file ({MAX_INPUT_PIXELS // 10**6} of a JPEG or PNG)"
-    if width * height > most or max(width, height) > MAX_INPUT_SIDE:
+    if width * height > MAX_INPUT_PIXELS or max(width, height) > MAX_INPUT_SIDE:
         raise RequestRefused(
             field,
-            f"the image has {width} x {height} pixels. At most {most // 10**6} megapixels{hint} are accepted, "
+            f"the image has {width} x {height} pixels. At most {MAX_INPUT_PIXELS // 10**6} megapixels are accepted, "
             f"and {MAX_INPUT_SIDE} pixels on each side.",
         )
     if container.animated:
