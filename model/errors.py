@@ -131,6 +131,12 @@ class BodyTooLarge(PreheatError):
     remedy = "Send smaller images: at most 32 MiB for each file, and 64 MiB for the whole body."
 
 
+class BodyTooSlow(PreheatError):
+    """The body of a request stopped arriving, or arrives too slowly. Answered with status 408."""
+
+    remedy = "Send the whole body. On a slow connection send smaller images."
+
+
 class BrokenImage(PreheatError):
     """An image holds NaN or infinite values. Answered with status 500, never with a black image."""
 
@@ -147,7 +153,7 @@ class OverflowingRequest(RequestRefused, BrokenImage):
 
 
 class Overloaded(PreheatError):
-    """The queue is full. Answered with status 429.
+    """The queue is full, or bodies take too much memory. Answered with status 429.
 
     `retry_after`: whole seconds to wait before the next try, an estimate.
     """

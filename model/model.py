@@ -11,9 +11,10 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from starlette.applications import Starlette
 from starlette.requests import Request
 
-from model.api.body_limit import find_application, limit_bodies
+from model.api.body_limit import find_in_process, limit_bodies
 from model.api.request import GenerationRequest
 from model.cold_start import ColdStart, seconds_since_process_start
 from model.errors import ConfigError
@@ -45,7 +46,8 @@ class Model:
         secrets: Mapping[str, str] = kwargs.get("secrets") or {}
         self._secrets = secrets
         self._prefetch = Prefetch(self._settings, secrets)
-        self._application = find_application()  # now, because the imports of the load add many objects to search
+        # Now, because the imports of the load add many objects to search.
+        self._application = find_in_process(Starlette)
         self._scheduler: JobScheduler[Any] | None = None
         self._service: Service | None = None
         self._shutdown: GracefulShutdown | None = None

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
-from python_multipart.exceptions import FormParserError
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -30,19 +29,20 @@ from engine_builder.gateway import metrics, openai_answers, openai_requests
 from engine_builder.gateway.backend import PREDICT_PATH
 from engine_builder.gateway.backend_answers import Event
 from engine_builder.gateway.backends import Accepted, Backends
+from engine_builder.gateway.bodies import Bodies
 from engine_builder.gateway.errors import ApiError, refused
 from engine_builder.gateway.history import MAX_LISTED, History, answer_of
 from engine_builder.gateway.keys import ApiKey, Keys
 from engine_builder.gateway.openai_requests import Files, ImageCall
 from engine_builder.gateway.recording import recorded
-from model.api.body_limit import BodyLimit
+from model.api.body_limit import CLIENT, BodyLimit, BodyLimits
 from model.api.fair_queue import Decoders
 from model.api.request import GenerationRequest
 from model.api.shutdown import RETRY_SECONDS, GracefulShutdown, until_shutdown, wait_for_end
-from model.errors import Overloaded, PreheatError, Unavailable
+from model.errors import BodyTooLarge, BodyTooSlow, Overloaded, PreheatError, RequestRefused, Unavailable
 
 PAGE = Path(__file__).with_name("page")
-MAX_IMAGE_FILES = 16  # of one request; OpenAI's limit
+_KEY_SHARE = 0.5  # of the memory for bodies that other keys leave
 _LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 _REQUEST_ID_KEY = "preheat.request_id"  # of an ASGI scope
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
@@ -57,6 +57,12 @@ _PAGE_HEADERS = {
     "Cache-Control": "no-cache",
 }
 _PAGE_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_BODY_ERRORS: dict[type[PreheatError], tuple[int, str]] = {
+    RequestRefused: (400, "refused"),
+    BodyTooSlow: (408, "too_slow"),
+    BodyTooLarge: (413, "too_large"),
+    Overloaded: (429, "overloaded"),
+}
 logger = logging.getLogger("preheat.gateway")
 Endpoint = Callable[[Request], Awaitable[Response]]
 T = TypeVar("T")
@@ -73,6 +79,7 @@ class Gateway:
         self._backends = backends
         self._keys = keys
         self._history = history
+        self._bodies = Bodies()
         self._decoders = Decoders()
 
     def build(self) -> Starlette:
@@ -100,7 +107,8 @@ class Gateway:
             Route("/metrics", self.metrics),
             *(Route("/" if path.name == "index.html" else f"/{path.name}", _page(path)) for path in _page_files()),
         ]
-        middleware = [Middleware(BodyLimit, refuse=_refuse_body)]
+        limits = BodyLimits(share=_KEY_SHARE if self._keys.required else 1.0, has_forms=True)
+        middleware = [Middleware(BodyLimit, refuse=_refuse_body, limits=limits)]
         if not self._keys.required:
             middleware.insert(0, Middleware(LocalOnly))
         handlers: dict[Any, Any] = {
@@ -114,7 +122,7 @@ class Gateway:
     async def generations(self, http: Request) -> Response:
         """`POST /v1/images/generations`."""
         key = self._authenticate(http)
-        return await self._answer(http, key, openai_requests.generation(await _json_object(http)))
+        return await self._answer(http, key, openai_requests.generation(await self._bodies.json_object(http)))
 
     async def edits(self, http: Request) -> Response:
         """`POST /v1/images/edits`, multipart."""
@@ -126,9 +134,7 @@ class Gateway:
 
     async def _answer_form(self, http: Request, parse: Callable[[Mapping[str, Any], Files], ImageCall]) -> Response:
         key = self._authenticate(http)
-        if not http.headers.get("Content-Type", "").startswith("multipart/form-data"):
-            raise refused(None, "Send the image as multipart/form-data.", "invalid_content_type")
-        fields, files = await _form(http)
+        fields, files = await self._bodies.form(http)
         values = openai_requests.parse_form(fields)
         price = await asyncio.to_thread(openai_requests.decoding_price, files)
         queue = self._decoders.queue(price)
@@ -137,6 +143,7 @@ class Gateway:
             call = await _unless_disconnected(http, parsing)
         except Overloaded as error:
             raise ApiError(429, str(error), None, "overloaded", error.retry_after) from error
+        del values, fields, files, parsing  # the call has them
         return await self._answer(http, key, call)
 
     async def _answer(self, http: Request, key: ApiKey, call: ImageCall) -> Response:
@@ -152,7 +159,7 @@ class Gateway:
     async def predict(self, http: Request) -> Response:
         """`POST /v1/models/model:predict`: a request of Preheat, answered as by a server. `?model=` names a release."""
         key = self._authenticate(http)
-        given = await _json_object(http)
+        given = await self._bodies.json_object(http)
         try:
             GenerationRequest.model_validate(given)
         except ValidationError as error:
@@ -285,7 +292,9 @@ class Gateway:
         return Response(metrics.exposition(self._backends, self._history), media_type=metrics.CONTENT_TYPE)
 
     def _authenticate(self, http: Request) -> ApiKey:
-        return self._keys.authenticate(http.headers.get("Authorization", ""))
+        key = self._keys.authenticate(http.headers.get("Authorization", ""))
+        http.scope[CLIENT] = key.name
+        return key
 
 
 class ClosingStream(StreamingResponse):
@@ -355,45 +364,6 @@ def refuse_stopping(scope: Scope, error: PreheatError) -> Response:
     return _error_response(scope, _stopping(error))
 
 
-async def _json_object(http: Request) -> dict[str, Any]:
-    if not http.headers.get("Content-Type", "").startswith("application/json"):
-        raise refused(None, "Send JSON with the header `Content-Type: application/json`.", "invalid_content_type")
-    body = await http.body()
-    try:
-        given = await asyncio.to_thread(json.loads, body)  # megabytes of base64
-    except (ValueError, RecursionError) as error:
-        raise refused(None, "The body is not valid JSON.", "invalid_json") from error
-    if not isinstance(given, dict):
-        raise refused(None, "The body is not a JSON object.", "invalid_json")
-    return given
-
-
-async def _form(http: Request) -> tuple[dict[str, str], Files]:
-    """Return the text fields and the files of a multipart body. Raises ApiError."""
-    fields: dict[str, str] = {}
-    images: list[bytes] = []
-    mask: bytes | None = None
-    try:
-        form = await http.form(max_files=MAX_IMAGE_FILES + 1)
-    except (HTTPException, FormParserError) as error:
-        raise refused(None, "The form is not valid multipart/form-data.", "invalid_form") from error
-    try:
-        for name, value in form.multi_items():
-            if isinstance(value, str):
-                if name in fields:
-                    raise refused(name[:64], "is given twice.")
-                fields[name] = value
-            elif name in ("image", "image[]"):
-                images.append(await value.read())
-            elif name == "mask" and mask is None:
-                mask = await value.read()
-            else:
-                raise ApiError(400, f"Unknown file: {name[:64]!r}.", name[:64], "unknown_parameter")
-    finally:
-        await form.close()
-    return fields, Files(tuple(images), mask)
-
-
 async def _native_lines(accepted: Accepted) -> AsyncIterator[str]:
     """Yield the lines of a server's stream. An error is its last line."""
     yield json.dumps(accepted.event) + "\n"
@@ -438,9 +408,9 @@ def _api_error(http: Request, error: Exception) -> Response:
 
 
 def _refuse_body(scope: Scope, error: PreheatError) -> Response:
-    if isinstance(error, Overloaded):
-        return _error_response(scope, ApiError(429, str(error), None, "overloaded", error.retry_after))
-    return _error_response(scope, ApiError(413, str(error), None, "too_large"))
+    status, code = next(answer for kind, answer in _BODY_ERRORS.items() if isinstance(error, kind))
+    retry_after = error.retry_after if isinstance(error, Overloaded) else None
+    return _error_response(scope, ApiError(status, str(error), None, code, retry_after))
 
 
 def _http_error(http: Request, error: Exception) -> Response:

@@ -1,6 +1,7 @@
 """Run the gateway's application with uvicorn."""
 
 import errno
+import resource
 import signal
 import socket
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from engine_builder.gateway.backends import Backends
 from engine_builder.gateway.errors import GatewayConfigError
 from engine_builder.gateway.history import History
 from engine_builder.gateway.keys import Keys, read_keys
+from model.api.connections import BoundedConnection
 from model.api.shutdown import GracefulShutdown
 from model.errors import PreheatError
 from model.settings import read_settings
@@ -52,6 +54,8 @@ def prepare(
     application = shutdown.wrap(Gateway(servers, keys, history, shutdown).build())
     config = uvicorn.Config(
         application,
+        http=BoundedConnection,
+        ws="none",
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=_EXIT_SECONDS,
@@ -61,9 +65,14 @@ def prepare(
 
 
 def run(prepared: Prepared) -> None:
-    """Serve until SIGINT, SIGTERM or SIGHUP, and then until the requests in flight are answered."""
+    """Serve until SIGINT, SIGTERM or SIGHUP, and then until the requests in flight are answered.
+
+    The process may open as many files as the system allows it.
+    """
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     prepared.server.run(sockets=[prepared.listener])
 
 

@@ -1,106 +1,299 @@
-"""Refuse large bodies before the server reads and parses them: ASGI middleware around Truss's application.
+"""Bound what bodies take before they are parsed: ASGI middleware of the gateway, and around Truss's application.
 
 Truss reads a whole body into memory before it calls the model, has no limit for it, and gives the model no access to
-its application. So `find_application` looks for the application among this process's objects.
+its application. So `find_in_process` looks for the application among this process's objects.
 """
 
+import asyncio
 import gc
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NoReturn, TypeVar
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from model.errors import BodyTooLarge, Overloaded, PreheatError
+from model.api.body_scan import scan_of
+from model.errors import BodyTooLarge, BodyTooSlow, Overloaded, PreheatError, RequestRefused
 
 MAX_BODY_BYTES = 64 * 2**20
-MAX_TOTAL_BODY_BYTES = 2**30  # of all requests that are read, waiting or running; Truss keeps a body until the answer
-SMALL_BODY_BYTES = 2**20  # a request without images fits; it is accepted whatever the total is
+MAX_ARRIVING_BYTES = 160 * 2**20  # of all bodies that have not arrived completely
+MAX_TOTAL_BODY_BYTES = 2**29  # of all requests that are read, waiting or running; Truss keeps a body until the answer
+SMALL_BODY_BYTES = 2**17  # a request without images fits; it is accepted whatever the totals are
+CLIENT, SCAN = "preheat.client", "preheat.body_scan"  # entries of an ASGI scope
+_CONNECTION_BYTES = 2**16  # what a request takes besides its body while it arrives
+_PROGRESS_BYTES = 2**18  # a body must make this progress within BodyLimits.progress_seconds
+_YIELD_SECONDS = 1.0  # a body without progress for so long is given up if another one needs its memory
+_POLL_SECONDS = 0.1
+_MAX_WAITING = 64  # bodies of a client that wait for memory
+_LINGER_SECONDS, _LINGER_PAUSE_SECONDS, _LINGER_BYTES = 60.0, 2.0, 256 * 2**20  # of a body that is discarded
 _RETRY_SECONDS = 5
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class BodyLimits:
+    """Bytes of one body, of all bodies that arrive, and of all bodies until their answer.
+
+    `share`: what one client may hold, as a part of what the other clients leave. 1: clients are not told apart.
+    `has_forms`: bodies of the type multipart/form-data are not JSON.
+    """
+
+    body: int = MAX_BODY_BYTES
+    arriving: int = MAX_ARRIVING_BYTES
+    total: int = MAX_TOTAL_BODY_BYTES
+    share: float = 1.0
+    has_forms: bool = False
+    progress_seconds: float = 10.0
+    wait_seconds: float = 10.0
+
+
+class Budget:
+    """Bytes that are held, by client."""
+
+    def __init__(self, total: int, share: float) -> None:
+        self._total, self._share = total, share
+        self._held: Counter[str] = Counter()
+
+    def has_room(self, client: str, size: int) -> bool:
+        """Return whether a client may hold `size` bytes more. With a share below 1 others always keep some room."""
+        own = self._held[client]
+        others = self._held.total() - own
+        return own + size <= self._share * (self._total - others)
+
+    def add(self, client: str, size: int) -> None:
+        """Count bytes, negative ones when they are given back."""
+        self._held[client] += size
+        if not self._held[client]:
+            del self._held[client]
 
 
 class _BodyRefused(Exception):
     """Ends the application's call while it reads a body."""
 
-    def __init__(self, error: PreheatError) -> None:
-        super().__init__(str(error))
-        self.error = error
-
 
 class BodyLimit:
     """ASGI middleware. `refuse` makes the response to a request, from its ASGI scope.
 
-    A body is refused by its Content-Length before its first byte is read. A chunked body is refused once it has sent
-    too much. A client that goes on sending gets the answer all the same; uvicorn discards the rest.
+    A body is refused by its Content-Length before its first byte is read, a chunked one once it has sent too much. Its
+    client is counted when the application starts to read it: the scope's entry CLIENT, which the application sets. An
+    answer that is sent before its body has arrived closes the connection, but only after the rest was discarded,
+    because a client that still sends would lose the answer.
     """
 
     def __init__(
         self,
         application: ASGIApp,
         refuse: Callable[[Scope, PreheatError], Response],
-        max_bytes: int = MAX_BODY_BYTES,
-        max_total_bytes: int = MAX_TOTAL_BODY_BYTES,
+        limits: BodyLimits = BodyLimits(),
     ) -> None:
         self._application = application
         self._refuse = refuse
-        self._max_bytes = max_bytes
-        self._max_total_bytes = max_total_bytes
-        self._held_bytes = 0
+        self.limits = limits
+        self.arriving = Budget(limits.arriving, limits.share)
+        self.held = Budget(limits.total, limits.share)
+        self.bodies: set[_Body] = set()
+        """The bodies that arrive."""
+        self.waiting: Counter[str] = Counter()
+        """How many bodies of a client wait for memory."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse its body. Other scopes (lifespan, websocket) are passed on."""
         if scope["type"] != "http":
             await self._application(scope, receive, send)
             return
-        received = 0
-        refused = False
-
-        async def receive_within_limit() -> Message:
-            nonlocal received, refused
-            message = await receive()
-            if message["type"] != "http.request":  # the client has left, which the application must learn
-                return message
-            size = len(message.get("body", b""))
-            received += size
-            self._held_bytes += size
-            try:
-                self._check(received)
-            except _BodyRefused:
-                refused = True
-                raise
-            return message
-
-        async def send_unless_refused(message: Message) -> None:
-            if not refused:  # otherwise it is the application's own answer to _BodyRefused
-                await send(message)
-
+        body = _Body(self, scope, receive, send)
         try:
-            self._check(_content_length(Headers(scope=scope)))
-            await self._application(scope, receive_within_limit, send_unless_refused)
-        except _BodyRefused as refusal:
-            await self._refuse(scope, refusal.error)(scope, receive, send)
+            with suppress(_BodyRefused):
+                body.check_size(body.stated)
+                await self._application(scope, body.receive, body.send)
+            # The exception is gone here, and with it the frames that held the body.
+            if body.error is not None:
+                body.give_back()
+                await self._refuse(scope, body.error)(scope, receive, body.send_last)
         finally:
-            self._held_bytes -= received
+            body.give_back()
 
-    def _check(self, size: int) -> None:
-        """Raise _BodyRefused for a body of `size` bytes, received or stated."""
-        if size > self._max_bytes:
-            raise _BodyRefused(BodyTooLarge(f"The body has more than {self._max_bytes / 2**20:g} MiB."))
-        if size > SMALL_BODY_BYTES and self._held_bytes > self._max_total_bytes:
-            raise _BodyRefused(
-                Overloaded(
-                    f"The bodies of all requests in flight exceed {self._max_total_bytes / 2**20:g} MiB. Repeat "
-                    f"the request in {_RETRY_SECONDS} s.",
-                    _RETRY_SECONDS,
+    def give_up_a_stalled_body(self, client: str) -> bool:
+        """Give up the body of a client that has made no progress for longest. Returns False if all make progress."""
+        end = asyncio.get_running_loop().time() - _YIELD_SECONDS
+        stalled = [body for body in self.bodies if body.client == client and body.progress_at < end]
+        if not stalled:
+            return False
+        min(stalled, key=lambda body: body.progress_at).give_up()
+        return True
+
+
+class _Body:
+    """The body of one request: its ASGI `receive` and `send`."""
+
+    def __init__(self, limit: BodyLimit, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        self.error: PreheatError | None = None
+        self.client = ""
+        self.stated = _content_length(headers)
+        self.progress_at = 0.0
+        self._limit, self._limits, self._scope = limit, limit.limits, scope
+        self._receive, self._send = receive, send
+        self._is_complete = not self.stated and "Transfer-Encoding" not in headers
+        content_type = headers.get("Content-Type", "")
+        is_form = self._limits.has_forms and content_type.startswith("multipart/form-data")
+        self._scan = scope[SCAN] = None if is_form else scan_of(content_type)
+        self._is_admitted = False
+        self._received = self._progress = 0
+        self._arriving = self._held = 0  # what is counted in the budgets
+        self._timeout: asyncio.Timeout | None = None
+
+    def check_size(self, size: int) -> None:
+        """Refuse a body of `size` bytes, received or stated, if it is too large."""
+        if size > self._limits.body:
+            self._fail(BodyTooLarge(f"The body has more than {self._limits.body / 2**20:g} MiB."))
+
+    async def receive(self) -> Message:
+        """Return the next part of the body, and after it what the server reports."""
+        if self._is_complete:
+            return await self._receive()
+        if not self._is_admitted:
+            await self._admit()
+        message = await self._next_part()
+        if message["type"] == "http.request":  # else the client has left, which the application must learn
+            part = message.get("body", b"")
+            self._received += len(part)
+            self.check_size(self._received)
+            if self._received > self.stated:  # a chunked body
+                self._grow(self._received)
+            if self._received - self._progress >= _PROGRESS_BYTES:
+                self._progress, self.progress_at = self._received, asyncio.get_running_loop().time()
+            if self._scan is not None:
+                try:
+                    self._scan.feed(part)
+                except RequestRefused as refusal:
+                    self._fail(refusal)
+            if not message.get("more_body", False):
+                self._is_complete = True
+                self._count(arriving=0, held=self._received)
+        return message
+
+    async def send(self, message: Message) -> None:
+        """Send the application's answer, but not its answer to `_BodyRefused`."""
+        if self.error is None:
+            await self.send_last(message)
+
+    async def send_last(self, message: Message) -> None:
+        """Send an answer. If the body has not arrived completely, discard the rest before the answer ends."""
+        if not self._is_complete:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+            elif not message.get("more_body", False):
+                await self._send({**message, "more_body": True})
+                message = {"type": "http.response.body"}
+                await self._discard()
+        await self._send(message)
+
+    def give_up(self) -> None:
+        """Refuse the body, because another one needs its memory."""
+        self.give_back()
+        self.error = Overloaded(
+            f"The body has not arrived, and other requests need its memory. Repeat it in {_RETRY_SECONDS} s.",
+            _RETRY_SECONDS,
+        )
+        if self._timeout is not None and not self._timeout.expired():
+            self._timeout.reschedule(asyncio.get_running_loop().time())
+
+    def give_back(self) -> None:
+        """Count the body no longer."""
+        self._limit.bodies.discard(self)
+        self._count(arriving=0, held=0)
+
+    async def _admit(self) -> None:
+        """Wait until the budgets have room for the stated size. Raises _BodyRefused."""
+        loop = asyncio.get_running_loop()
+        self.client = self._scope.get(CLIENT, "")
+        end = loop.time() + self._limits.wait_seconds
+        if self._limit.waiting[self.client] >= _MAX_WAITING:
+            end = 0.0
+        self._limit.waiting[self.client] += 1
+        try:
+            while not self._limit.arriving.has_room(self.client, self.stated + _CONNECTION_BYTES):
+                if self._limit.give_up_a_stalled_body(self.client):
+                    continue
+                if self.stated <= SMALL_BODY_BYTES:
+                    break
+                if loop.time() > end:
+                    self._fail_overloaded(self._limits.arriving)
+                await asyncio.sleep(_POLL_SECONDS)
+        finally:
+            self._limit.waiting[self.client] -= 1
+        self._is_admitted, self.progress_at = True, loop.time()
+        self._grow(self.stated)
+        self._limit.bodies.add(self)
+
+    def _grow(self, size: int) -> None:
+        """Count `size` bytes in both budgets. Raises _BodyRefused without room."""
+        more = size - self._held
+        if size > SMALL_BODY_BYTES:
+            if not self._limit.held.has_room(self.client, more):
+                self._fail_overloaded(self._limits.total)
+            while self._is_admitted and not self._limit.arriving.has_room(self.client, more):
+                if not self._limit.give_up_a_stalled_body(self.client):
+                    self._fail_overloaded(self._limits.arriving)
+        self._count(arriving=size + _CONNECTION_BYTES, held=size)
+
+    def _count(self, arriving: int, held: int) -> None:
+        self._limit.arriving.add(self.client, arriving - self._arriving)
+        self._limit.held.add(self.client, held - self._held)
+        self._arriving, self._held = arriving, held
+
+    async def _next_part(self) -> Message:
+        if self.error is not None:
+            raise _BodyRefused
+        seconds = self._limits.progress_seconds
+        try:
+            async with asyncio.timeout_at(self.progress_at + seconds) as self._timeout:
+                return await self._receive()
+        except TimeoutError:
+            self._fail(
+                self.error
+                or BodyTooSlow(
+                    f"{self._received} bytes of the body have arrived, and fewer than {_PROGRESS_BYTES // 2**10} KiB "
+                    f"of them in the last {seconds:g} s."
                 )
             )
+        finally:
+            self._timeout = None
+
+    async def _discard(self) -> None:
+        loop = asyncio.get_running_loop()
+        end, left = loop.time() + _LINGER_SECONDS, _LINGER_BYTES
+        with suppress(TimeoutError):
+            while left > 0 and not self._is_complete:
+                async with asyncio.timeout_at(min(end, loop.time() + _LINGER_PAUSE_SECONDS)):
+                    message = await self._receive()
+                left -= len(message.get("body", b""))
+                self._is_complete = not message.get("more_body", False)  # also if the client has left
+
+    def _fail_overloaded(self, size: int) -> None:
+        self._fail(
+            Overloaded(
+                f"The bodies of all requests in flight exceed {size * self._limits.share / 2**20:g} MiB. Repeat the "
+                f"request in {_RETRY_SECONDS} s.",
+                _RETRY_SECONDS,
+            )
+        )
+
+    def _fail(self, error: PreheatError) -> NoReturn:
+        self.error = error
+        raise _BodyRefused
 
 
-def find_application() -> Starlette | None:
-    """Return the application that serves this process's model, or None outside of a server."""
+def find_in_process(kind: type[T]) -> T | None:
+    """Return an object of this process of that type or a subclass, or None. Finds the application of a server."""
     # By type(), because isinstance calls code of unknown objects.
-    return next((found for found in gc.get_objects() if issubclass(type(found), Starlette)), None)
+    return next((found for found in gc.get_objects() if issubclass(type(found), kind)), None)
 
 
 def limit_bodies(application: Starlette, refuse: Callable[[Scope, PreheatError], Response]) -> None:

@@ -32,6 +32,7 @@ from model.cold_start import ColdStart
 from model.errors import (
     AdapterError,
     BodyTooLarge,
+    BodyTooSlow,
     BrokenImage,
     Cancelled,
     DeadlineExceeded,
@@ -55,6 +56,7 @@ _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 STATUS: dict[type[PreheatError], tuple[int, str]] = {
     OverflowingRequest: (422, "overflow"),
     RequestRefused: (400, "refused"),
+    BodyTooSlow: (408, "too_slow"),
     BodyTooLarge: (413, "too_large"),
     Overloaded: (429, "overloaded"),
     Cancelled: (499, "cancelled"),

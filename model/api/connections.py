@@ -1,0 +1,102 @@
+"""HTTP connections that end if the client stops sending a request's headers, or stops reading an answer.
+
+uvicorn has no such limits. Bodies have theirs in `model.api.body_limit`.
+"""
+
+import asyncio
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+HEADERS_SECONDS = 10.0  # from the connection or the first byte of a request to the end of its headers
+UNREAD_SECONDS = 30.0  # without a byte of the answer taken by the client
+MAX_WAITING_CONNECTIONS = 1000  # whose headers have not arrived; beyond it the oldest one is closed
+# Lines of a request that are accepted: each chunk of a chunked body has two, and takes time on the event loop.
+_MAX_LINES, _MAX_LINES_SHARE = 4096, 1 / 64
+
+
+class BoundedConnection(H11Protocol):
+    """uvicorn's connection with these limits."""
+
+    _headers_timer: asyncio.TimerHandle | None = None
+    _unread_timer: asyncio.TimerHandle | None = None
+    _unread_bytes = 0
+    _lines = _bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Wait for the first request."""
+        super().connection_made(transport)
+        self._start_headers_timer()
+        if len(self.connections) > MAX_WAITING_CONNECTIONS:
+            self._close_the_oldest()
+
+    def data_received(self, data: bytes) -> None:
+        """Read the next bytes."""
+        if self.conn.their_state is not h11.SEND_BODY:
+            self._lines = self._bytes = 0
+        self._lines += data.count(b"\r\n")
+        self._bytes += len(data)
+        if self._lines > _MAX_LINES + self._bytes * _MAX_LINES_SHARE:
+            self.send_400_response("The chunks of the body are too small.")
+            return
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
+            self._stop_headers_timer()
+        elif self._headers_timer is None:  # the first bytes of a further request
+            self._start_headers_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End the timers."""
+        self._stop_headers_timer()
+        self.resume_writing()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Wait for the client to read."""
+        super().pause_writing()
+        self._check_reading()
+
+    def resume_writing(self) -> None:
+        """Go on after the client has read."""
+        super().resume_writing()
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is not HTTP. Close the connection if an answer has begun."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.abort()
+
+    def _start_headers_timer(self) -> None:
+        self._headers_timer = self.loop.call_later(HEADERS_SECONDS, self._end_waiting)
+
+    def _stop_headers_timer(self) -> None:
+        if self._headers_timer is not None:
+            self._headers_timer.cancel()
+            self._headers_timer = None
+
+    def _end_waiting(self) -> None:
+        self._stop_headers_timer()
+        if not self.transport.is_closing():
+            response = h11.Response(status_code=408, headers=[("connection", "close"), ("content-length", "0")])
+            self.transport.write((self.conn.send(response) or b"") + (self.conn.send(h11.EndOfMessage()) or b""))
+            self.transport.close()
+
+    def _close_the_oldest(self) -> None:
+        waiting = [found for found in self.connections if isinstance(found, BoundedConnection) and found._headers_timer]
+        if len(waiting) > MAX_WAITING_CONNECTIONS:
+            min(waiting, key=BoundedConnection._waits_until)._end_waiting()
+
+    def _waits_until(self) -> float:
+        return self._headers_timer.when() if self._headers_timer else 0.0
+
+    def _check_reading(self) -> None:
+        unread = self.transport.get_write_buffer_size()
+        if self._unread_timer is not None and unread >= self._unread_bytes:
+            self.transport.abort()
+            return
+        self._unread_bytes = unread
+        self._unread_timer = self.loop.call_later(UNREAD_SECONDS, self._check_reading)
