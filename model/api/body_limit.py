@@ -163,6 +163,7 @@ class _Body:
         if message["type"] == "http.request":  # else the client has left, which the application must learn
             part = message.get("body", b"")
             self._received += len(part)
+            self._is_complete = not message.get("more_body", False)
             self.check_size(self._received)
             if self._received > self.stated:  # a chunked body
                 self._grow(self._received)
@@ -173,8 +174,8 @@ class _Body:
                     self._scan.feed(part)
                 except RequestRefused as refusal:
                     self._fail(refusal)
-            if not message.get("more_body", False):
-                self._is_complete = True
+            if self._is_complete:
+                self._limit.bodies.discard(self)
                 self._count(arriving=0, held=self._received)
         return message
 
