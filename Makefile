@@ -75,11 +75,13 @@ soak: export PREHEAT_REQUIRE_OBJECT_STORE := 1
 soak: $(READY)
 	$(BIN)/pytest tests/store -k kill_9
 
-# About ten minutes on two cores: the real server under closed and open loops, with 64 clients of which some disconnect,
-# during 1,000 images while its memory is measured, and with 5,000 malformed and well-formed bodies.
+# About 20 minutes on two cores: the real server under closed and open loops, with 64 clients of which some disconnect,
+# during 1,000 images while its memory is measured, and with 5,000 malformed and well-formed bodies; a gateway under
+# attacks.
 test-load: export PREHEAT_LOAD_SECONDS ?= 120
 test-load: export PREHEAT_SOAK_IMAGES ?= 1000
 test-load: export PREHEAT_GATEWAY_SECONDS ?= 60
+test-load: export PREHEAT_ATTACK_SECONDS ?= 15
 test-load: export PREHEAT_FUZZ_BODIES ?= 5000
 test-load: export PREHEAT_KILL_SECONDS ?= 90
 test-load: export PREHEAT_FUZZ_IMAGES ?= 2000

@@ -20,8 +20,8 @@ _DECIBELS_BOUNDS = (5, 10, 15, 20, 25, 30, 35, 40, 45, 50, 60)
 REQUESTS = Counter("preheat_requests_total", "Requests answered, by HTTP status.", ["status"])
 ERRORS = Counter(
     "preheat_errors_total",
-    "Requests without an image: refused, too_slow, too_large, overloaded, unavailable, deadline, broken_image, overflow, "
-    "adapter, failed, cancelled.",
+    "Requests without an image: refused, too_slow, too_large, overloaded, unavailable, deadline, broken_image, "
+    "overflow, adapter, failed, cancelled.",
     ["kind"],
 )
 CANCELLATIONS = Counter(
@@ -84,8 +84,10 @@ GPU_MEMORY = Gauge(
 )
 
 # All labels exist from the start, so that a rate includes the first event.
-for _kind in ("refused", "too_slow", "too_large", "overloaded", "unavailable", "deadline", "broken_image", "overflow", "adapter",
-              "failed", "cancelled"):  # fmt: skip
+for _kind in (
+    "refused", "too_slow", "too_large", "overloaded", "unavailable", "deadline", "broken_image", "overflow", "adapter",
+    "failed", "cancelled",
+):  # fmt: skip
     ERRORS.labels(_kind)
 for _state in ("decoding", "queued", "running"):
     CANCELLATIONS.labels(_state)

@@ -11,10 +11,12 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 
 from model.api.body_limit import find_in_process, limit_bodies
+from model.api.connections import bound_connections
 from model.api.request import GenerationRequest
 from model.cold_start import ColdStart, seconds_since_process_start
 from model.errors import ConfigError
@@ -47,7 +49,7 @@ class Model:
         self._secrets = secrets
         self._prefetch = Prefetch(self._settings, secrets)
         # Now, because the imports of the load add many objects to search.
-        self._application = find_in_process(Starlette)
+        self._application, self._http_config = find_in_process(Starlette), find_in_process(uvicorn.Config)
         self._scheduler: JobScheduler[Any] | None = None
         self._service: Service | None = None
         self._shutdown: GracefulShutdown | None = None
@@ -94,6 +96,8 @@ class Model:
             self._shutdown = GracefulShutdown(self._settings.grace_seconds, self._service.refuse)
             assert self._application.middleware_stack is not None
             self._application.middleware_stack = self._shutdown.wrap(self._application.middleware_stack)
+        if self._http_config is not None:
+            bound_connections(self._http_config)
 
     def _load_here(self) -> "tuple[ServedRelease, JobScheduler[Any]]":
         """Load the release in this process."""

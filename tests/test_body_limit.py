@@ -19,8 +19,17 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from engine_builder.local_server.server import Server
-from model.api.body_limit import MAX_BODY_BYTES, SMALL_BODY_BYTES, BodyLimit, BodyLimits, find_in_process, limit_bodies
-from model.errors import BodyTooLarge, PreheatError
+from model.api.body_limit import (
+    CLIENT,
+    MAX_BODY_BYTES,
+    SMALL_BODY_BYTES,
+    BodyLimit,
+    BodyLimits,
+    find_in_process,
+    limit_bodies,
+)
+from model.api.service import STATUS
+from model.errors import PreheatError
 from tests.support.predictions import PREDICT_PATH, PROMPT, http_client
 from tests.support.waiting import TIMEOUT_SECONDS
 
@@ -29,7 +38,7 @@ LIMITS = BodyLimits(body=LIMIT, total=TOTAL)
 
 
 def refuse(scope: Scope, error: PreheatError) -> Response:
-    status = 413 if isinstance(error, BodyTooLarge) else 429
+    status = next((status for kind, (status, _) in STATUS.items() if isinstance(error, kind)), 500)
     return JSONResponse({"error": str(error), "id": Headers(scope=scope).get("X-Request-Id")}, status)
 
 
@@ -173,6 +182,75 @@ def test_gives_back_the_memory_of_refused_bodies() -> None:
     run_within_timeout(run())
 
 
+def stalling(*parts: bytes) -> Receive:
+    """A client that sends parts of a body, and then nothing."""
+    left = list(parts)
+
+    async def receive() -> Message:
+        if not left:
+            await asyncio.Event().wait()
+        return {"type": "http.request", "body": left.pop(0), "more_body": True}
+
+    return receive
+
+
+def half_sent(limited: BodyLimit, size: int, client: str, *parts: bytes) -> "asyncio.Task[int]":
+    """Send parts of a body of a stated size. Returns a task with the status of the answer."""
+    headers = [(b"content-length", str(size).encode())]
+    scope = {"type": "http", "path": "/", "method": "POST", "headers": headers, CLIENT: client}
+    status = 0
+
+    async def send(message: Message) -> None:
+        nonlocal status
+        status = message.get("status", status)
+
+    async def run() -> int:
+        await limited(scope, stalling(*parts), send)
+        return status
+
+    return asyncio.create_task(run())
+
+
+@pytest.mark.parametrize("parts", [(), (b"A",), (b"A" * 2**20,)], ids=["nothing", "a byte", "a part"])
+def test_ends_a_body_that_does_not_arrive(parts: tuple[bytes, ...]) -> None:
+    async def run() -> None:
+        limited = BodyLimit(Echo().application, refuse, BodyLimits(progress_seconds=0.05, pause_seconds=0.05))
+        assert await half_sent(limited, 2**21, "", *parts) == 408
+
+    run_within_timeout(run())
+
+
+def test_client_leaves_room_for_others() -> None:
+    async def run() -> None:
+        limits = BodyLimits(body=4 * 2**20, arriving=8 * 2**20, share=0.5, wait_seconds=0, pause_seconds=0.05)
+        limited = BodyLimit(Echo().application, refuse, limits)
+        size = 3 * 2**20
+        held = half_sent(limited, size, "one", b"A")
+        await asyncio.sleep(0)
+        assert await half_sent(limited, size, "one", b"A") == 429  # the first one has not stalled yet
+        other = half_sent(limited, 2**21, "other", b"A")
+        await asyncio.wait([other], timeout=0.1)
+        assert not other.done() and not held.done()
+        for task in (held, other):
+            task.cancel()
+
+    run_within_timeout(run())
+
+
+def test_stalled_body_yields_to_one_that_needs_its_memory() -> None:
+    async def run() -> None:
+        echo = Echo()
+        limited = BodyLimit(echo.application, refuse, BodyLimits(arriving=4 * 2**20, pause_seconds=0.05))
+        held = half_sent(limited, 3 * 2**20, "", b"A")
+        await asyncio.sleep(0)
+        transport = httpx.ASGITransport(app=limited)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            assert (await client.post("/", content=b"A" * 3 * 2**20)).status_code == 200
+        assert await held == 429
+
+    run_within_timeout(run())
+
+
 def test_limits_a_running_application() -> None:
     async def run() -> None:
         echo = Echo()
@@ -238,6 +316,18 @@ def test_server_answers_a_stated_length_without_a_body(server: Server, length: s
         connection.sendall(request)
         status = connection.recv(4096).split(b" ", 2)[1]
     assert status in ((b"413",) if re.fullmatch(r"[1-9][0-9]{6,19}", length) else (b"400", b"413"))
+
+
+@pytest.mark.parametrize("content_type", ["application/json", "multipart/form-data; boundary=x", "text/plain"])
+def test_server_refuses_a_body_that_is_costly_to_parse(client: httpx.Client, content_type: str) -> None:
+    answer = client.post(PREDICT_PATH, content=b"[" + b"1," * 2**22 + b"1]", headers={"Content-Type": content_type})
+    assert answer.status_code == 400 and answer.json()["kind"] == "refused" and "besides base64" in answer.text
+
+
+def test_server_refuses_many_values_of_msgpack(client: httpx.Client) -> None:
+    headers = {"Content-Type": "application/octet-stream"}
+    answer = client.post(PREDICT_PATH, content=b"\xdd\0\x20\0\0" + b"\x80" * 2**21, headers=headers)
+    assert answer.status_code == 400 and "values" in answer.text
 
 
 def test_server_answers_after_a_refused_body_on_the_same_connection(client: httpx.Client) -> None:

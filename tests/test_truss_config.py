@@ -218,6 +218,7 @@ def test_image_has_what_model_imports(layout: Layout) -> None:
     # Modules that another distribution requires, and cuda, which is installed only on machines with a GPU.
     known = {
         "starlette": {"fastapi"},
+        "h11": {"uvicorn"},
         "pydantic_core": {"pydantic"},
         "typing_extensions": {"pydantic"},
         "botocore": {"boto3"},

@@ -11,6 +11,7 @@ from typing import Any
 
 from engine_builder.checkpoints.scheduler_config import diffusers_class
 from model.api.body_limit import MAX_BODY_BYTES, MAX_TOTAL_BODY_BYTES
+from model.api.body_scan import MAX_TEXT_BYTES
 from model.api.describe import Description
 from model.api.fair_queue import MAX_WAITING
 from model.api.request import (
@@ -362,8 +363,13 @@ _JSON_TYPES = {
 _REFUSALS = {
     "refused": (
         "this deployment does not serve a field's value: a size, a sampler, LCM's number of steps, the refiner, an "
-        "adapter; or an image or a mask cannot be used",
+        "adapter; or an image or a mask cannot be used; or the body has more than "
+        f"{MAX_TEXT_BYTES // 2**20} MiB of JSON besides base64, and is not parsed",
         "change the named field",
+    ),
+    "too_slow": (
+        "the body stopped arriving: fewer than 256 KiB of it within 10 s",
+        "repeat it with the whole body",
     ),
     "too_large": (
         f"the body has more than {MAX_BODY_BYTES // 2**20} MiB. It is not parsed",

@@ -30,7 +30,7 @@ _PROGRESS_BYTES = 2**18  # a body must make this progress within BodyLimits.prog
 _YIELD_SECONDS = 1.0  # a body without progress for so long is given up if another one needs its memory
 _POLL_SECONDS = 0.1
 _MAX_WAITING = 64  # bodies of a client that wait for memory
-_LINGER_SECONDS, _LINGER_PAUSE_SECONDS, _LINGER_BYTES = 60.0, 2.0, 256 * 2**20  # of a body that is discarded
+_DISCARD_SECONDS, _DISCARD_BYTES = 60.0, 256 * 2**20  # of a body that is discarded after its answer
 _RETRY_SECONDS = 5
 T = TypeVar("T")
 
@@ -40,7 +40,8 @@ class BodyLimits:
     """Bytes of one body, of all bodies that arrive, and of all bodies until their answer.
 
     `share`: what one client may hold, as a part of what the other clients leave. 1: clients are not told apart.
-    `has_forms`: bodies of the type multipart/form-data are not JSON.
+    A body must make progress within `progress_seconds`. It waits `wait_seconds` for memory. What is discarded after an
+    early answer may pause for `pause_seconds`. `has_forms`: bodies of the type multipart/form-data are not JSON.
     """
 
     body: int = MAX_BODY_BYTES
@@ -50,6 +51,7 @@ class BodyLimits:
     has_forms: bool = False
     progress_seconds: float = 10.0
     wait_seconds: float = 10.0
+    pause_seconds: float = 2.0
 
 
 class Budget:
@@ -269,10 +271,10 @@ class _Body:
 
     async def _discard(self) -> None:
         loop = asyncio.get_running_loop()
-        end, left = loop.time() + _LINGER_SECONDS, _LINGER_BYTES
+        end, left = loop.time() + _DISCARD_SECONDS, _DISCARD_BYTES
         with suppress(TimeoutError):
             while left > 0 and not self._is_complete:
-                async with asyncio.timeout_at(min(end, loop.time() + _LINGER_PAUSE_SECONDS)):
+                async with asyncio.timeout_at(min(end, loop.time() + self._limits.pause_seconds)):
                     message = await self._receive()
                 left -= len(message.get("body", b""))
                 self._is_complete = not message.get("more_body", False)  # also if the client has left

@@ -4,8 +4,10 @@ uvicorn has no such limits. Bodies have theirs in `model.api.body_limit`.
 """
 
 import asyncio
+import itertools
 
 import h11
+from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEADERS_SECONDS = 10.0  # from the connection or the first byte of a request to the end of its headers
@@ -13,6 +15,7 @@ UNREAD_SECONDS = 30.0  # without a byte of the answer taken by the client
 MAX_WAITING_CONNECTIONS = 1000  # whose headers have not arrived; beyond it the oldest one is closed
 # Lines of a request that are accepted: each chunk of a chunked body has two, and takes time on the event loop.
 _MAX_LINES, _MAX_LINES_SHARE = 4096, 1 / 64
+_numbers = itertools.count()  # connections may have equal times
 
 
 class BoundedConnection(H11Protocol):
@@ -26,6 +29,7 @@ class BoundedConnection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for the first request."""
         super().connection_made(transport)
+        self._number = next(_numbers)
         self._start_headers_timer()
         if len(self.connections) > MAX_WAITING_CONNECTIONS:
             self._close_the_oldest()
@@ -88,10 +92,7 @@ class BoundedConnection(H11Protocol):
     def _close_the_oldest(self) -> None:
         waiting = [found for found in self.connections if isinstance(found, BoundedConnection) and found._headers_timer]
         if len(waiting) > MAX_WAITING_CONNECTIONS:
-            min(waiting, key=BoundedConnection._waits_until)._end_waiting()
-
-    def _waits_until(self) -> float:
-        return self._headers_timer.when() if self._headers_timer else 0.0
+            min(waiting, key=lambda connection: connection._number)._end_waiting()
 
     def _check_reading(self) -> None:
         unread = self.transport.get_write_buffer_size()
@@ -100,3 +101,8 @@ class BoundedConnection(H11Protocol):
             return
         self._unread_bytes = unread
         self._unread_timer = self.loop.call_later(UNREAD_SECONDS, self._check_reading)
+
+
+def bound_connections(config: Config) -> None:
+    """Use `BoundedConnection` for all further connections of a running server."""
+    config.http_protocol_class = BoundedConnection

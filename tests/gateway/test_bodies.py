@@ -8,6 +8,7 @@ import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from PIL import Image
 
 from engine_builder.gateway.bodies import parse_form, parse_json_object
 from engine_builder.gateway.errors import ApiError
+from model.api import connections
 from model.api.body_limit import MAX_BODY_BYTES
 from model.api.body_scan import MAX_VALUES, JsonScan, MsgpackScan
 from model.errors import RequestRefused
@@ -205,15 +207,15 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 def head(path: str, content_type: str, length: int | None, key: str = KEY) -> bytes:
     size = "Transfer-Encoding: chunked" if length is None else f"Content-Length: {length}"
-    lines = (f"POST {path} HTTP/1.1", "Host: 127.0.0.1", f"Authorization: Bearer {key}", size)
+    lines = (f"POST {path} HTTP/1.1", "Host: 127.0.0.1", "Connection: close", f"Authorization: Bearer {key}", size)
     return "\r\n".join((*lines, f"Content-Type: {content_type}", "", "")).encode()
 
 
 def send_raw(port: int, content: bytes) -> bytes:
-    """Send everything, then read until the gateway closes the connection or has answered."""
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+    """Send everything, then read until the gateway closes the connection."""
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection, connection.makefile("rb") as answer:
         connection.sendall(content)
-        return connection.recv(2**16)
+        return answer.read()
 
 
 @pytest.mark.parametrize("case", ["no last boundary", "text is not UTF-8"])
@@ -311,3 +313,28 @@ def test_half_sent_bodies_leave_room(is_chunked: bool, port: int) -> None:
     finally:
         for connection in held:
             connection.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"GET /health HTTP/1.1\r\n", b"POST / HTTP/1.1\r\nX: " + b"a" * 9000])
+def test_headers_have_a_deadline(content: bytes, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEADERS_SECONDS", 0.1)
+    assert send_raw(port, content).split(b" ", 2)[1] == b"408"
+
+
+def test_closes_the_oldest_of_many_waiting_connections(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "MAX_WAITING_CONNECTIONS", 5)
+    with ExitStack() as stack:
+        waiting = [stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60)) for _ in range(6)]
+        assert b" 408 " in waiting[0].recv(100)
+        waiting[5].sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b" 200 " in waiting[5].recv(100)
+
+
+def test_refuses_chunks_of_a_byte(port: int) -> None:
+    assert b" 400 " in send_raw(port, head(PREDICT, JSON, None) + b"1\r\nA\r\n" * 10_000)
+
+
+def test_answers_many_requests_of_a_connection(port: int) -> None:
+    with httpx.Client(trust_env=False, timeout=60) as client:
+        statuses = {client.get(f"http://127.0.0.1:{port}/health").status_code for _ in range(300)}
+    assert statuses == {200}
