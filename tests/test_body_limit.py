@@ -330,6 +330,13 @@ def test_server_refuses_many_values_of_msgpack(client: httpx.Client) -> None:
     assert answer.status_code == 400 and "values" in answer.text
 
 
+def test_server_refuses_chunks_of_a_byte(server: Server) -> None:
+    head = f"POST {PREDICT_PATH} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+        connection.sendall(head + b"1\r\nA\r\n" * 10_000)
+        assert b" 400 " in connection.recv(4096)
+
+
 def test_server_answers_after_a_refused_body_on_the_same_connection(client: httpx.Client) -> None:
     assert client.post(PREDICT_PATH, content=body(65 * 2**20)).status_code == 413
     answer = client.post(PREDICT_PATH, content=json.dumps({"prompt": PROMPT, "width": 1}))

@@ -31,6 +31,7 @@ _YIELD_SECONDS = 1.0  # a body without progress for so long is given up if anoth
 _POLL_SECONDS = 0.1
 _MAX_WAITING = 64  # bodies of a client that wait for memory
 _DISCARD_SECONDS, _DISCARD_BYTES = 60.0, 256 * 2**20  # of a body that is discarded after its answer
+_MAX_DISCARDING = 32  # bodies at once; others lose the rest of their connection
 _RETRY_SECONDS = 5
 T = TypeVar("T")
 
@@ -102,6 +103,8 @@ class BodyLimit:
         """The bodies that arrive."""
         self.waiting: Counter[str] = Counter()
         """How many bodies of a client wait for memory."""
+        self.discarding = 0
+        """How many bodies are discarded after their answer."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse its body. Other scopes (lifespan, websocket) are passed on."""
@@ -270,14 +273,21 @@ class _Body:
             self._timeout = None
 
     async def _discard(self) -> None:
+        if self._limit.discarding >= _MAX_DISCARDING:
+            return
         loop = asyncio.get_running_loop()
         end, left = loop.time() + _DISCARD_SECONDS, _DISCARD_BYTES
-        with suppress(TimeoutError):
+        self._limit.discarding += 1
+        try:
             while left > 0 and not self._is_complete:
                 async with asyncio.timeout_at(min(end, loop.time() + self._limits.pause_seconds)):
                     message = await self._receive()
                 left -= len(message.get("body", b""))
                 self._is_complete = not message.get("more_body", False)  # also if the client has left
+        except TimeoutError:
+            pass
+        finally:
+            self._limit.discarding -= 1
 
     def _fail_overloaded(self, size: int) -> None:
         self._fail(

@@ -4,23 +4,26 @@ uvicorn has no such limits. Bodies have theirs in `model.api.body_limit`.
 """
 
 import asyncio
-import itertools
+from typing import ClassVar
+from weakref import WeakKeyDictionary
 
 import h11
 from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
 
 HEADERS_SECONDS = 10.0  # from the connection or the first byte of a request to the end of its headers
 UNREAD_SECONDS = 30.0  # without a byte of the answer taken by the client
 MAX_WAITING_CONNECTIONS = 1000  # whose headers have not arrived; beyond it the oldest one is closed
 # Lines of a request that are accepted: each chunk of a chunked body has two, and takes time on the event loop.
 _MAX_LINES, _MAX_LINES_SHARE = 4096, 1 / 64
-_numbers = itertools.count()  # connections may have equal times
 
 
 class BoundedConnection(H11Protocol):
     """uvicorn's connection with these limits."""
 
+    _waiting: ClassVar["WeakKeyDictionary[ServerState, dict[BoundedConnection, None]]"] = WeakKeyDictionary()
+    """The connections of a server whose headers have not arrived, the oldest first."""
     _headers_timer: asyncio.TimerHandle | None = None
     _unread_timer: asyncio.TimerHandle | None = None
     _unread_bytes = 0
@@ -29,10 +32,10 @@ class BoundedConnection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for the first request."""
         super().connection_made(transport)
-        self._number = next(_numbers)
         self._start_headers_timer()
-        if len(self.connections) > MAX_WAITING_CONNECTIONS:
-            self._close_the_oldest()
+        waiting = self._waiting[self.server_state]
+        if len(waiting) > MAX_WAITING_CONNECTIONS:
+            next(iter(waiting))._end_waiting()
 
     def data_received(self, data: bytes) -> None:
         """Read the next bytes."""
@@ -76,11 +79,13 @@ class BoundedConnection(H11Protocol):
 
     def _start_headers_timer(self) -> None:
         self._headers_timer = self.loop.call_later(HEADERS_SECONDS, self._end_waiting)
+        self._waiting.setdefault(self.server_state, {})[self] = None
 
     def _stop_headers_timer(self) -> None:
         if self._headers_timer is not None:
             self._headers_timer.cancel()
             self._headers_timer = None
+            del self._waiting[self.server_state][self]
 
     def _end_waiting(self) -> None:
         self._stop_headers_timer()
@@ -88,11 +93,6 @@ class BoundedConnection(H11Protocol):
             response = h11.Response(status_code=408, headers=[("connection", "close"), ("content-length", "0")])
             self.transport.write((self.conn.send(response) or b"") + (self.conn.send(h11.EndOfMessage()) or b""))
             self.transport.close()
-
-    def _close_the_oldest(self) -> None:
-        waiting = [found for found in self.connections if isinstance(found, BoundedConnection) and found._headers_timer]
-        if len(waiting) > MAX_WAITING_CONNECTIONS:
-            min(waiting, key=lambda connection: connection._number)._end_waiting()
 
     def _check_reading(self) -> None:
         unread = self.transport.get_write_buffer_size()

@@ -5,6 +5,7 @@ attacks are the table of tests/support/attacks.py.
 """
 
 import base64
+import http.client
 import io
 import json
 import os
@@ -78,22 +79,32 @@ def gateway_process(folder: Path) -> Iterator[tuple[psutil.Process, int]]:
 
 
 def is_healthy(port: int) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
     try:
-        return httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False, timeout=5).status_code == 200
-    except httpx.HTTPError:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
         return False
+    finally:
+        connection.close()
 
 
 def requests_of_other_key(port: int) -> dict[str, Callable[[], httpx.Response]]:
     """Return requests with and without an image, by a name."""
-    url, image = f"http://127.0.0.1:{port}", noise_image()
-    headers, options = {"Authorization": f"Bearer {OTHER}"}, {"trust_env": False, "timeout": 60}
+    image, limits = noise_image(), httpx.Limits(max_keepalive_connections=0)
+    client = httpx.Client(
+        base_url=f"http://127.0.0.1:{port}",
+        headers={"Authorization": f"Bearer {OTHER}"},
+        limits=limits,
+        timeout=60,
+        trust_env=False,
+    )
     native = {"prompt": "x", "image": base64.b64encode(image).decode()}
     generation, parts = {"prompt": "x"}, {"image": ("a.png", image, "image/png"), "prompt": (None, "x")}
     return {
-        "text": lambda: httpx.post(f"{url}/v1/images/generations", json=generation, headers=headers, **options),  # type: ignore[arg-type]
-        "image": lambda: httpx.post(f"{url}/v1/models/model:predict", json=native, headers=headers, **options),  # type: ignore[arg-type]
-        "form": lambda: httpx.post(f"{url}/v1/images/edits", files=parts, headers=headers, **options),  # type: ignore[arg-type]
+        "text": lambda: client.post("/v1/images/generations", json=generation),
+        "image": lambda: client.post("/v1/models/model:predict", json=native),
+        "form": lambda: client.post("/v1/images/edits", files=parts),
     }
 
 
