@@ -222,9 +222,9 @@ def test_ends_a_body_that_does_not_arrive(parts: tuple[bytes, ...]) -> None:
 
 def test_client_leaves_room_for_others() -> None:
     async def run() -> None:
-        limits = BodyLimits(body=4 * 2**20, arriving=8 * 2**20, share=0.5, wait_seconds=0, pause_seconds=0.05)
+        limits = BodyLimits(body=8 * 2**20, arriving=16 * 2**20, share=0.5, wait_seconds=0, pause_seconds=0.05)
         limited = BodyLimit(Echo().application, refuse, limits)
-        size = 3 * 2**20
+        size = 6 * 2**20
         held = half_sent(limited, size, "one", b"A")
         await asyncio.sleep(0)
         assert await half_sent(limited, size, "one", b"A") == 429  # the first one has not stalled yet

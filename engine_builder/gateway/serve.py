@@ -55,6 +55,7 @@ def prepare(
     config = uvicorn.Config(
         application,
         http=BoundedConnection,
+        loop="asyncio",  # which accepts all waiting connections in each iteration; uvloop accepts one
         ws="none",
         log_level="warning",
         access_log=False,

@@ -25,13 +25,13 @@ MAX_ARRIVING_BYTES = 160 * 2**20  # of all bodies that have not arrived complete
 MAX_TOTAL_BODY_BYTES = 2**29  # of all requests that are read, waiting or running; Truss keeps a body until the answer
 SMALL_BODY_BYTES = 2**17  # a request without images fits; it is accepted whatever the totals are
 CLIENT, SCAN = "preheat.client", "preheat.body_scan"  # entries of an ASGI scope
-_CONNECTION_BYTES = 2**16  # what a request takes besides its body while it arrives
+_CONNECTION_BYTES = 2**19  # counted besides a body while it arrives: buffers, and time on the event loop
 _PROGRESS_BYTES = 2**18  # a body must make this progress within BodyLimits.progress_seconds
 _YIELD_SECONDS = 1.0  # a body without progress for so long is given up if another one needs its memory
 _POLL_SECONDS = 0.1
 _MAX_WAITING = 64  # bodies of a client that wait for memory
 _DISCARD_SECONDS, _DISCARD_BYTES = 60.0, 256 * 2**20  # of a body that is discarded after its answer
-_MAX_DISCARDING = 32  # bodies at once; others lose the rest of their connection
+_MAX_DISCARDING = 8  # bodies at once; others lose the rest of their connection
 _RETRY_SECONDS = 5
 T = TypeVar("T")
 

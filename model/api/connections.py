@@ -14,7 +14,8 @@ from uvicorn.server import ServerState
 
 HEADERS_SECONDS = 10.0  # from the connection or the first byte of a request to the end of its headers
 UNREAD_SECONDS = 30.0  # without a byte of the answer taken by the client
-MAX_WAITING_CONNECTIONS = 1000  # whose headers have not arrived; beyond it the oldest one is closed
+MAX_WAITING_CONNECTIONS = 1000  # whose headers have not arrived; beyond it the oldest one is closed ...
+SPARED_SECONDS = 1.0  # ... unless it is younger than this, because its headers may not have been read yet
 # Lines of a request that are accepted: each chunk of a chunked body has two, and takes time on the event loop.
 _MAX_LINES, _MAX_LINES_SHARE = 4096, 1 / 64
 
@@ -22,8 +23,8 @@ _MAX_LINES, _MAX_LINES_SHARE = 4096, 1 / 64
 class BoundedConnection(H11Protocol):
     """uvicorn's connection with these limits."""
 
-    _waiting: ClassVar["WeakKeyDictionary[ServerState, dict[BoundedConnection, None]]"] = WeakKeyDictionary()
-    """The connections of a server whose headers have not arrived, the oldest first."""
+    _waiting: ClassVar["WeakKeyDictionary[ServerState, dict[BoundedConnection, float]]"] = WeakKeyDictionary()
+    """The connections of a server whose headers have not arrived, the oldest first, and since when they wait."""
     _headers_timer: asyncio.TimerHandle | None = None
     _unread_timer: asyncio.TimerHandle | None = None
     _unread_bytes = 0
@@ -35,7 +36,9 @@ class BoundedConnection(H11Protocol):
         self._start_headers_timer()
         waiting = self._waiting[self.server_state]
         if len(waiting) > MAX_WAITING_CONNECTIONS:
-            next(iter(waiting))._end_waiting()
+            oldest, since = next(iter(waiting.items()))
+            if since <= self.loop.time() - SPARED_SECONDS:
+                oldest._end_waiting()
 
     def data_received(self, data: bytes) -> None:
         """Read the next bytes."""
@@ -79,7 +82,7 @@ class BoundedConnection(H11Protocol):
 
     def _start_headers_timer(self) -> None:
         self._headers_timer = self.loop.call_later(HEADERS_SECONDS, self._end_waiting)
-        self._waiting.setdefault(self.server_state, {})[self] = None
+        self._waiting.setdefault(self.server_state, {})[self] = self.loop.time()
 
     def _stop_headers_timer(self) -> None:
         if self._headers_timer is not None:

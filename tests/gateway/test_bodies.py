@@ -323,6 +323,7 @@ def test_headers_have_a_deadline(content: bytes, port: int, monkeypatch: pytest.
 
 def test_closes_the_oldest_of_many_waiting_connections(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "MAX_WAITING_CONNECTIONS", 5)
+    monkeypatch.setattr(connections, "SPARED_SECONDS", 0)
     with ExitStack() as stack:
         waiting = [stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60)) for _ in range(6)]
         assert b" 408 " in waiting[0].recv(100)
