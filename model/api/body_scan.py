@@ -12,6 +12,7 @@ from model.errors import RequestRefused
 
 MAX_TEXT_BYTES = 2**20  # of a JSON body, apart from runs
 MIN_RUN_BYTES = 1024  # a shorter run counts as text
+MAX_DEPTH = 100  # of a JSON body, at least: values that are opened one after the other without a text count as nested
 MAX_VALUES = 100_000  # of a msgpack body
 _MAX_ESCAPES_SHARE = 1 / 16  # of a body; some clients write "/" as "\/", which is 1 of 64 characters of base64
 # Base64, and the backslash of "\/".
@@ -27,7 +28,7 @@ class BodyScan(Protocol):
 
 
 class JsonScan:
-    """Finds the long runs of base64 in a JSON body.
+    """Finds the long runs of base64 in a JSON body, and how deep its values are nested.
 
     A run of digits only is text, because thousands of digits are slow to parse as numbers.
     """
@@ -38,10 +39,14 @@ class JsonScan:
         self._bytes = self._run_bytes = self._escapes = 0
         self._open: int | None = None  # the first position of the run at the end of what has arrived
         self._is_open_run_digits = True
+        self._depth = 0
+        self._is_in_text = False
+        self._rest = b""  # a backslash whose next character has not arrived
 
     def feed(self, part: bytes) -> None:
         """Read the next part. Raises RequestRefused."""
         self._escapes += part.count(b"\\")
+        self._follow_depth(part)
         if part.translate(None, _RUN_CHARACTERS):
             self._find_runs(part)
         else:
@@ -69,6 +74,20 @@ class JsonScan:
                 self._add(self._bytes + start, self._bytes + end)
         if end != len(part):
             self._close(self._bytes)
+
+    def _follow_depth(self, part: bytes) -> None:
+        data = self._rest + part if self._rest else part
+        backslashes = len(data) - len(data.rstrip(b"\\"))
+        self._rest = b"\\" if backslashes % 2 else b""
+        data = data[: len(data) - len(self._rest)].replace(b"\\\\", b"").replace(b'\\"', b"")
+        pieces = data.translate(None, _RUN_CHARACTERS).split(b'"')
+        for number, piece in enumerate(pieces):
+            if self._is_in_text == (number % 2 == 1):  # outside of texts
+                opened = piece.count(b"[") + piece.count(b"{")
+                if self._depth + opened > MAX_DEPTH:
+                    raise RequestRefused("request", f"its JSON is nested more than {MAX_DEPTH} deep.")
+                self._depth += opened - piece.count(b"]") - piece.count(b"}")
+        self._is_in_text ^= len(pieces) % 2 == 0
 
     def _extend(self, start: int, run: bytes) -> None:
         if self._open is None:

@@ -47,6 +47,8 @@ TEXTS = {
     "digits": "1" * 3000,
     "short": "A" * 1023,
     "wide": "\U0001f600 \ud800",
+    "brackets": '[{"' * 300,
+    "backslashes": "\\[" * 300,
     "empty": "",
 }
 
@@ -76,7 +78,6 @@ BAD_JSON: dict[str, tuple[bytes, str]] = {
     "twice": (b'{"prompt": "x", "prompt": "y"}', "prompt: is given twice"),
     "twice, deeper": (b'{"masks": [{"image": "x", "image": "y"}]}', "image: is given twice"),
     "deep": (deep(20), "more than 16 deep"),
-    "very deep": (deep(10**5), "nested too deeply"),
     "list": (b"[]", "not a JSON object"),
     "other characters in base64": (f'{{"image": "é{BASE64}"}}'.encode(), "other characters"),
     "base64 without quotes": (f"{{{BASE64}}}".encode(), "not valid JSON"),
@@ -95,6 +96,8 @@ COSTLY = {
     "values": b"[" + b"1," * 2**20,
     "members": b"{" + b'"a":1,' * 2**18,
     "arrays": b"[" * 2**21,
+    "depth": b'{"prompt": "]]]", "masks": ' + b"[" * 1000,
+    "depth between texts": b'{"\\\\\\"[": ' * 1000,
     "escapes": b'"' + b"\\n" * 2**21,
     "sparse escapes": b'"' + b"AAAAAA\\n" * 2**21,
     "spaces": b" " * 2**21,
@@ -107,7 +110,7 @@ COSTLY = {
 
 @pytest.mark.parametrize("case", COSTLY)
 def test_refuses_json_that_is_costly_to_parse(case: str) -> None:
-    with pytest.raises(RequestRefused, match="besides base64|escaped"):
+    with pytest.raises(RequestRefused, match="besides base64|escaped|nested"):
         scanned(COSTLY[case], 2**16)
 
 
