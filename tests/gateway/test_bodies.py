@@ -194,7 +194,7 @@ def test_refuses_a_form(case: str) -> None:
 def answer(_: int, request: dict[str, Any]) -> Answer:
     if request.get("describe"):
         return Answer(200, b'{"release": "toy/1", "defaults": {"num_inference_steps": 2}}')
-    image = {"event": "image", "index": 0, "data": "", "seed": 1, "format": "png", "width": 64, "height": 64}
+    image = {"event": "image", "index": 0, "data": "eA==", "seed": 1, "format": "png", "width": 64, "height": 64}
     events = ({"event": "accepted", "seed": 1, "steps": 1, "release": "toy/1"}, image, {"event": "done"})
     return Answer(200, b"".join(json.dumps(event).encode() + b"\n" for event in events))
 

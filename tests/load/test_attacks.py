@@ -43,7 +43,7 @@ def answer(_: int, request: dict[str, Any]) -> Answer:
     """Answer as a server that generates images at once."""
     if request.get("describe"):
         return Answer(200, b'{"release": "toy/1", "defaults": {"num_inference_steps": 2}}')
-    image = {"event": "image", "index": 0, "data": "", "seed": 1, "format": "png", "width": 64, "height": 64}
+    image = {"event": "image", "index": 0, "data": "eA==", "seed": 1, "format": "png", "width": 64, "height": 64}
     done = {"event": "done", "time": 0.1, "timings": {}, "warnings": [], "engine": {"release": "toy/1"}}
     events = ({"event": "accepted", "seed": 1, "steps": 1, "release": "toy/1"}, image, done)
     return Answer(200, b"".join(json.dumps(event).encode() + b"\n" for event in events))
