@@ -377,8 +377,8 @@ _REFUSALS = {
     ),
     "overloaded": (
         "`limits.max_queue` images are waiting, or the bodies of all requests in flight exceed "
-        f"{MAX_TOTAL_BODY_BYTES // 2**20} MiB, or {MAX_WAITING} requests wait for their images to be decoded. The "
-        "header `Retry-After` has seconds",
+        f"{MAX_TOTAL_BODY_BYTES // 2**20} MiB, or {MAX_WAITING} requests wait for their images or prompts to be read. "
+        "The header `Retry-After` has seconds",
         "repeat it after that time",
     ),
     "cancelled": ("the client disconnected. Only the log and the metrics show it", ""),

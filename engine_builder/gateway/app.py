@@ -36,7 +36,7 @@ from engine_builder.gateway.keys import ApiKey, Keys
 from engine_builder.gateway.openai_requests import Files, ImageCall
 from engine_builder.gateway.recording import recorded
 from model.api.body_limit import CLIENT, BodyLimit, BodyLimits
-from model.api.fair_queue import Decoders
+from model.api.fair_queue import PreparationQueues
 from model.api.request import GenerationRequest
 from model.api.shutdown import RETRY_SECONDS, GracefulShutdown, until_shutdown, wait_for_end
 from model.errors import BodyTooLarge, BodyTooSlow, Overloaded, PreheatError, RequestRefused, Unavailable
@@ -80,7 +80,7 @@ class Gateway:
         self._keys = keys
         self._history = history
         self._bodies = Bodies()
-        self._decoders = Decoders()
+        self._queues = PreparationQueues()
 
     def build(self) -> Starlette:
         """Return the ASGI application."""
@@ -137,10 +137,9 @@ class Gateway:
         fields, files = await self._bodies.form(http)
         values = openai_requests.parse_form(fields)
         price = await asyncio.to_thread(openai_requests.decoding_price, files)
-        queue = self._decoders.queue(price)
+        parsing = self._queues.images(price).run(key.client_id, [(price, partial(parse, values, files))])
         try:
-            parsing = queue.run(queue.ticket(key.client_id, price), partial(parse, values, files))
-            call = await _unless_disconnected(http, parsing)
+            [call] = await _unless_disconnected(http, parsing)
         except Overloaded as error:
             raise ApiError(429, str(error), None, "overloaded", error.retry_after) from error
         del values, fields, files, parsing  # the call has them

@@ -23,7 +23,7 @@ from starlette.types import Scope
 
 from model import metrics
 from model.api.describe import describe
-from model.api.fair_queue import CLIENT_HEADER, SMALL_PRICE, Decoders
+from model.api.fair_queue import CLIENT_HEADER, SMALL_PRICE, PreparationQueues
 from model.api.images import read_images, reading_price
 from model.api.request import GenerationRequest, GenerationResponse, ImageResult
 from model.api.resolve import resolve
@@ -93,7 +93,7 @@ class Service:
         self._scheduler = scheduler
         self._cold_start = cold_start
         self._log_prompts = log_prompts
-        self._decoders = Decoders(metrics.observe_preparation)
+        self._queues = PreparationQueues(metrics.observe_preparation)
         self._watchers: set[Watcher] = set()
 
     async def answer(self, request: GenerationRequest, http: Request) -> Response | GenerationResponse:
@@ -168,25 +168,23 @@ class Service:
             return resolve(request, self._release.served)
         self._scheduler.check_acceptable(request.num_images)  # a full queue is known before images are decoded
         price = reading_price(request)
-        queue = self._decoders.queue(price)
-        read = partial(read_images, request, self._release.served)
-        undecoded = await queue.run(queue.ticket(client, price), read)
+        reading = [(price, partial(read_images, request, self._release.served))]
+        [undecoded] = await self._queues.images(price).run(client, reading)
         request.release_images()
-        parts = undecoded.parts
-        queue = self._decoders.queue(max((part.price for part in parts), default=0))
-        ticket = queue.ticket(client, sum(part.price for part in parts))
-        return undecoded.params_with([await queue.run(ticket, part.decode) for part in parts])
+        parts = [(part.price, part.decode) for part in undecoded.parts]
+        queue = self._queues.images(max((price for price, _ in parts), default=0))
+        return undecoded.params_with(await queue.run(client, parts))
 
     async def _submit(
         self, params: GenerationParams, client: str, submit: Callable[[GenerationParams], RequestJob]
     ) -> RequestJob:
-        """Return the job of a request. Long prompts are read in turns with the images of other requests."""
-        texts = (text for one in params.passes() for text in (one.prompt, one.negative_prompt or ""))
+        """Return the job of a request. Long prompts are read in turns with those of other requests."""
+        texts = {text for one in params.passes() for text in (one.prompt, one.negative_prompt or "")}
         price = CHARACTER_PRICE * sum(map(len, texts))
         if price <= SMALL_PRICE:
             return submit(params)
-        queue = self._decoders.queue(price)
-        return await queue.run(queue.ticket(client, price), partial(submit, params))
+        [job] = await self._queues.texts.run(client, [(price, partial(submit, params))])
+        return job
 
     def refuse(self, scope: Scope, error: PreheatError) -> JSONResponse:
         """Return the answer to a request that is refused before it is parsed, from its ASGI scope."""
