@@ -435,6 +435,14 @@ def test_refuses_damaged_compressed_data() -> None:
     assert "truncated or damaged" in refusal(lambda: decode_rgb(image))
 
 
+@pytest.mark.parametrize("alphas", [b"\xff" * 300 + b"\0", b"\1" * 300])
+@pytest.mark.parametrize("decode", [decode_rgb, decode_mask])
+def test_refuses_transparency_of_too_many_palette_entries(decode: Callable[..., object], alphas: bytes) -> None:
+    colors = chunk(b"PLTE", bytes([200, 100, 0, 10, 20, 30]))
+    image = read(png_of(np.array([[0, 1]]), 8, colors, chunk(b"tRNS", alphas), palette=True))
+    assert "truncated or damaged" in refusal(lambda: decode(image))
+
+
 def test_refuses_an_arithmetic_jpeg() -> None:
     file = write(picture(), "JPEG").replace(b"\xff\xc0", b"\xff\xc9", 1)
     assert "lossless or arithmetic" in refusal(lambda: read(file))

@@ -15,7 +15,8 @@ interpreter lock while it decodes. Each of them raises RequestRefused, which nam
 import binascii
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -120,7 +121,8 @@ def decode_rgb(image: InputImage, resize: Callable[[Image.Image], Pixels] = np.a
     Raises RequestRefused for data that cannot be decoded. Some damage is not detected: libjpeg repairs it within a
     JPEG, and Pillow accepts a PNG whose compressed data ends after a whole row.
     """
-    colors = _as_colors(_load(image))
+    with _refusing_damage(image):
+        colors = _as_colors(_load(image))
     alpha = colors.getchannel("A") if "A" in colors.getbands() else None
     channels = []
     for name in colors.getbands()[: -1 if alpha else None]:
@@ -137,17 +139,18 @@ def decode_mask(mask: InputImage) -> Image.Image:
 
     Transparent pixels are blended with black, so they are not repainted. Raises RequestRefused like `decode_rgb`.
     """
-    decoded = _load(mask)
-    if decoded.mode == "L" and not decoded.has_transparency_data:
-        return turn_upright(decoded, mask.container)
-    luma = Image.new("L", decoded.size)
-    for top in range(0, decoded.height, _STRIP_ROWS):
-        strip = decoded.crop((0, top, decoded.width, min(decoded.height, top + _STRIP_ROWS)))
-        if strip.has_transparency_data:
-            with_alpha = strip.convert("RGBA")
-            strip = _on_background(with_alpha, with_alpha, "black")
-        luma.paste(strip.convert("L"), (0, top))
-    return turn_upright(luma, mask.container)
+    with _refusing_damage(mask):
+        decoded = _load(mask)
+        if decoded.mode == "L" and not decoded.has_transparency_data:
+            return turn_upright(decoded, mask.container)
+        luma = Image.new("L", decoded.size)
+        for top in range(0, decoded.height, _STRIP_ROWS):
+            strip = decoded.crop((0, top, decoded.width, min(decoded.height, top + _STRIP_ROWS)))
+            if strip.has_transparency_data:
+                with_alpha = strip.convert("RGBA")
+                strip = _on_background(with_alpha, with_alpha, "black")
+            luma.paste(strip.convert("L"), (0, top))
+        return turn_upright(luma, mask.container)
 
 
 def turn_upright(pixels: Image.Image, container: Container) -> Image.Image:
@@ -204,21 +207,28 @@ def _prefix_length(start: str, field: str) -> int:
     return len(start) - len(encoded.lstrip())
 
 
-def _load(image: InputImage) -> Image.Image:
-    """Decode the stored pixels, 8 bits for each level or palette index. Raises RequestRefused for damaged data."""
-    container = image.container
+@contextmanager
+def _refusing_damage(image: InputImage) -> Iterator[None]:
+    """Raise RequestRefused for data that Pillow cannot decode or convert."""
     try:
-        with Image.open(io.BytesIO(container.pixel_data), formats=[container.format.upper()]) as decoded:
-            if decoded.size != (container.width, container.height):
-                raise InvalidFile("is damaged: its headers state different sizes")
-            return to_8_bits(decoded, container.depth)
+        yield
     except InvalidFile as error:
         raise RequestRefused(image.field, f"the file {error}.") from error
     except Exception as error:
         # Pillow raises many types for damaged data. Its texts may repeat parts of the file, so they are not shown.
+        format = image.container.format.upper()
         raise RequestRefused(
-            image.field, f"the {container.format.upper()} file is truncated or damaged: its pixels cannot be decoded."
+            image.field, f"the {format} file is truncated or damaged: its pixels cannot be decoded."
         ) from error
+
+
+def _load(image: InputImage) -> Image.Image:
+    """Decode the stored pixels, 8 bits for each level or palette index. Raises InvalidFile, and as Pillow does."""
+    container = image.container
+    with Image.open(io.BytesIO(container.pixel_data), formats=[container.format.upper()]) as decoded:
+        if decoded.size != (container.width, container.height):
+            raise InvalidFile("is damaged: its headers state different sizes")
+        return to_8_bits(decoded, container.depth)
 
 
 def to_8_bits(image: Image.Image, depth: int) -> Image.Image:
