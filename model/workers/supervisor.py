@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from model.workers.messages import LoadFailed, Ready, WhileServing
@@ -15,9 +16,12 @@ logger = logging.getLogger("preheat")
 
 LOAD_SECONDS = 1800.0  # in which a worker must have loaded the release
 MORE_SECONDS = 60.0  # for the other workers, once one has loaded it
-# Before a worker is started again. Its start alone takes seconds, so a process that ends again and again makes no busy
-# loop. Only failed loads make the pause longer, because they can last: a store that cannot be reached, a broken GPU.
+# Before a worker is started again. The pause doubles with each process that did not serve for long, because its cause
+# may last: a store that cannot be reached, too little memory, a broken GPU. It is no longer than the last load took, so
+# that a worker serves again within two loads.
 _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 10.0
+_SERVED_LONG_SECONDS = 10.0
+_FREE_STARTS = 3  # after which the pause begins to double
 _MAX_KILLS = 3  # in a row during the load, which are no failure of the load
 
 
@@ -34,6 +38,27 @@ class Events(NamedTuple):
     ready: Callable[[Worker], None]
     message: Callable[[Worker, WhileServing], None]
     ended: Callable[[Worker], None]
+
+
+@dataclass
+class _Life:
+    """The life of a worker's process, in seconds of a monotonic clock.
+
+    outcome: how its load ended; None: it was killed meanwhile, which does not mean that it cannot load the release.
+    """
+
+    outcome: Ready | Exception | None = None
+    started_at: float = field(default_factory=time.monotonic)
+    ready_at: float | None = None
+    ended_at: float = 0.0
+
+    @property
+    def load_seconds(self) -> float | None:
+        return None if self.ready_at is None else self.ready_at - self.started_at
+
+    @property
+    def served_seconds(self) -> float:
+        return 0.0 if self.ready_at is None else self.ended_at - self.ready_at
 
 
 class Supervisor:
@@ -87,56 +112,55 @@ class Supervisor:
 
     def _run(self, number: int) -> None:
         """Serve with one process after the other, each in place of the one before."""
-        pause, kills = _PAUSE_SECONDS, 0
+        kills, short_lives, longest = 0, 0, _LONGEST_PAUSE_SECONDS
         while not self._closed.is_set():
-            outcome: Ready | Exception | None
+            life = _Life()
             try:
                 worker = self._start(number)
                 self._events.started(worker)
                 if self._closed.is_set():
                     worker.kill("the server ended")
-                outcome = self._serve(worker)
+                self._serve(worker, life)
             except Exception as error:  # without this thread the worker would never be started again
                 logger.exception("A worker cannot be started or followed.")
-                outcome = error
-            kills = kills + 1 if outcome is None else 0
+                life.outcome = error
+            kills = kills + 1 if life.outcome is None else 0
             if kills > _MAX_KILLS:
                 self._set_outcome(number, load_error(number, self._size, -signal.SIGKILL))
-            elif outcome is not None:
-                self._set_outcome(number, outcome)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS) if isinstance(outcome, Exception) else _PAUSE_SECONDS
-            self._closed.wait(pause)
+            elif life.outcome is not None:
+                self._set_outcome(number, life.outcome)
+            if life.load_seconds is not None:
+                longest = min(life.load_seconds, _LONGEST_PAUSE_SECONDS)
+            short_lives = 0 if life.served_seconds > _SERVED_LONG_SECONDS else short_lives + 1
+            pause = _PAUSE_SECONDS * 2.0 ** min(max(0, short_lives - _FREE_STARTS), 10)
+            self._closed.wait(max(_PAUSE_SECONDS, min(pause, longest)))
 
-    def _serve(self, worker: Worker) -> Ready | Exception | None:
-        """Handle the messages of a worker until it ends, and hand on its requests.
-
-        Returns how its load ended; None: it was killed meanwhile, which does not mean that it cannot load the release.
-        """
-        outcome: Ready | Exception | None = None
+    def _serve(self, worker: Worker, life: "_Life") -> None:
+        """Handle the messages of a worker until it ends, and hand on its requests. Records its life."""
         try:
             for message in worker.messages():
                 if isinstance(message, Ready):
-                    outcome = message
+                    life.outcome, life.ready_at = message, time.monotonic()
                     self._events.ready(worker)
                     self._set_outcome(worker.number, message)
                     logger.info(json.dumps({"event": "worker_ready", "worker": worker.number, "pid": worker.pid}))
                 elif isinstance(message, LoadFailed):
-                    outcome = message.error
+                    life.outcome = message.error
                 else:
                     self._events.message(worker, message)
         except Exception:
             logger.exception("A message of a worker cannot be handled.")
             worker.kill("a message of it cannot be handled")
+        life.ended_at = time.monotonic()
         self._events.ended(worker)
         code = worker.reap()
         if not self._closed.is_set():
             entry = {"event": "worker_ended", "worker": worker.number, "exit_code": code, "moved": worker.moved}
-            if isinstance(outcome, Exception):
-                entry["error"] = str(outcome)
+            if isinstance(life.outcome, Exception):
+                entry["error"] = str(life.outcome)
             logger.error(json.dumps(entry | ({"reason": worker.reason} if worker.reason else {})))
-        if outcome is None and (code != -signal.SIGKILL or worker.reason):
-            return load_error(worker.number, self._size, code)
-        return outcome
+        if life.outcome is None and (code != -signal.SIGKILL or worker.reason):
+            life.outcome = load_error(worker.number, self._size, code)
 
     def _set_outcome(self, number: int, outcome: Ready | Exception) -> None:
         with self._changed:
