@@ -69,7 +69,7 @@ def write_once(
     Returns the release's manifest, and True if this call wrote it. Returns an existing release and False if it has the
     same content, and the signature if one is requested: the newest numbered one, the one of the requested version, or
     one that was written at the same time.
-    Raises ReleaseExists for another release of that version, CorruptBlob, StoreError, or ManifestError.
+    Raises ReleaseExists for another release of a requested version, CorruptBlob, StoreError, or ManifestError.
     """
     model = content.model
 
@@ -77,24 +77,24 @@ def write_once(
         is_signed_as_requested = private_key is None or _is_signed_with(existing, private_key)
         return is_signed_as_requested and _content(existing) == _content(content)
 
-    if not version:
-        releases = [split_name(release) for release in store.releases(model)]
-        numbers = sorted((number for _, number in releases if number.isdigit()), key=int)
-        if numbers and is_equal(newest := store.read_release(f"{model}/{numbers[-1]}")):
-            return newest, False
-        version = str(int(numbers[-1]) + 1 if numbers else 1)
-    created = datetime.now(UTC).isoformat(timespec="seconds")
-    manifest = content.model_copy(update={"version": version, "created": created, "signature": None})
-    if private_key is not None:
-        manifest = sign(manifest, private_key)
-    try:
-        store.write_release(manifest)
-    except ReleaseExists:
-        existing = store.read_release(manifest.name)
-        if not is_equal(existing):
-            raise
-        return existing, False
-    return manifest, True
+    while True:
+        versions = [version for _, version in map(split_name, store.releases(model))]
+        newest = max(filter(str.isdigit, versions), key=int, default="")
+        if not version and newest and is_equal(existing := store.read_release(f"{model}/{newest}")):
+            return existing, False
+        number, created = version or str(int(newest or 0) + 1), datetime.now(UTC).isoformat(timespec="seconds")
+        manifest = content.model_copy(update={"version": number, "created": created, "signature": None})
+        if private_key is not None:
+            manifest = sign(manifest, private_key)
+        try:
+            store.write_release(manifest)
+            return manifest, True
+        except ReleaseExists:
+            existing = store.read_release(manifest.name)
+            if is_equal(existing):
+                return existing, False
+            if version:
+                raise  # else another release took the number at this moment
 
 
 def check_fp16_steps(manifest: Manifest) -> None:

@@ -214,9 +214,12 @@ class _Simultaneous:
     def __init__(self, store: WritableStore, writers: int) -> None:
         self._store = store
         self._barrier = threading.Barrier(writers)
+        self._waited: set[threading.Thread] = set()
 
     def write_release(self, manifest: Manifest) -> None:
-        self._barrier.wait(TIMEOUT_SECONDS)
+        if threading.current_thread() not in self._waited:  # else it has lost a race, and chosen again
+            self._waited.add(threading.current_thread())
+            self._barrier.wait(TIMEOUT_SECONDS)
         self._store.write_release(manifest)
 
     def __getattr__(self, name: str) -> Any:
