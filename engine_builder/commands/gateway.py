@@ -1,7 +1,8 @@
 """`preheat gateway` and `playground`: OpenAI's Images API and a page in front of Preheat's servers."""
 
+import asyncio
 import importlib
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -73,8 +74,8 @@ def playground(
 def _run(backends: list[str], key_file: Path | None, host: str, port: int, history: Path | None = None) -> None:
     serve = _import_serve()
     prepared = serve.prepare(backends, key_file, host, port, history)
-    with activity("Asking the backends whether they are ready"), ThreadPoolExecutor() as threads:
-        states = list(threads.map(_describe_state, prepared.backends.all))
+    with activity("Asking the backends whether they are ready"):
+        states = asyncio.run(_describe_states(prepared.backends.all))
     for problem, sentence in states:
         print_warning(sentence) if problem else console.print(plain(sentence), soft_wrap=True)
     console.print(f"Playground at http://{plain(host)}:{port}/, OpenAI's API at http://{plain(host)}:{port}/v1")
@@ -93,20 +94,29 @@ def _import_serve() -> Any:
         ) from error
 
 
-def _describe_state(backend: Any) -> tuple[bool, str]:
+async def _describe_states(backends: Sequence[Any]) -> list[tuple[bool, str]]:
+    return await asyncio.gather(*map(_describe_state, backends))
+
+
+async def _describe_state(backend: Any) -> tuple[bool, str]:
     """Return True for a backend that cannot be used now, and a sentence on its state."""
     if backend.health_url is None and not backend.headers:
         return True, f"Backend {backend.name} gets no API key: the variable PREHEAT_BACKEND_API_KEY is not set."
     if backend.health_url is None:
         return False, f"Backend {backend.name} is a deployed model, which is not asked: that would start a replica."
     try:
-        answer = httpx.get(backend.health_url, timeout=_STATE_SECONDS, trust_env=not backend.is_loopback)
-    except httpx.HTTPError as error:
-        cause = "no answer" if isinstance(error, httpx.TimeoutException) else cause_of(error)
+        async with (
+            asyncio.timeout(_STATE_SECONDS),
+            httpx.AsyncClient(trust_env=not backend.is_loopback) as client,
+            client.stream("GET", backend.health_url) as answer,  # its body may be of any size
+        ):
+            status = answer.status_code
+    except (httpx.HTTPError, TimeoutError) as error:
+        cause = cause_of(error) if isinstance(error, httpx.HTTPError) else "no answer"
         fix = "Start it with `preheat serve`" if backend.is_loopback else "Check its URL"
         return True, f"Backend {backend.name} does not answer: {cause}. {fix}; it is asked again every few seconds."
-    if answer.status_code == 200:
+    if status == 200:
         return False, f"Backend {backend.name} is ready."
-    if answer.status_code == 503:
+    if status == 503:
         return True, f"Backend {backend.name} is not ready yet (status 503); it is asked again every few seconds."
-    return True, f"Backend {backend.name} answers with status {answer.status_code}, not as a server of Preheat."
+    return True, f"Backend {backend.name} answers with status {status}, not as a server of Preheat."

@@ -191,8 +191,14 @@ async def read_events(
         for number in range(MAX_EVENTS):
             if (line := await lines.read(EVENT_SECONDS if number else ACCEPT_SECONDS)) is None:
                 raise EOFError
-            event = _parse(line, f"its line {number + 1}")
+            problem = ""
+            try:
+                event = _parse(line, f"its line {number + 1}")
+            except InvalidAnswer as error:
+                problem = str(error)
             del line  # an image is held once
+            if problem:  # not raised above: the frames of an error would hold the line
+                raise InvalidAnswer(problem)
             _validate(_EVENT.validate_python, event, f"its line {number + 1}")
             kind = event["event"]
             if kind == "error":
