@@ -421,7 +421,7 @@ def test_long_prompts_do_not_block_the_event_loop(characters: int) -> None:
     response: Any = asyncio.run(service.answer(GenerationRequest(prompt="a" * characters), http))
     scheduler.close()
     assert response.status_code == 200
-    assert threads[0].startswith("preheat-decode" if characters > 2000 else "MainThread")
+    assert threads[0].startswith("preheat-prepare" if characters > 2000 else "MainThread")
 
 
 def test_accepted_request_releases_its_texts() -> None:

@@ -98,8 +98,9 @@ class RequestPlan:
     texts: by tokenizer, the chunks of the prompt and of the negative prompt ("" if it is None).
     denoise: the plan of each UNet that has steps, in order, by the name of the UNet.
     source: the image that the pass starts from; None: noise.
-    encoded: by UNet, one reference to the request's conditioning for each image that still needs it. `EncodePrompt`
-        fills it for the first image. Each image takes one, so the tensors are freed with the last.
+    encoded: by UNet, one reference to the request's conditioning for each image that still needs it, with the check of
+        its texts, bool [1], if there are any. `EncodePrompt` fills it for the first image. Each image takes one, so the
+        tensors are freed with the last.
     encoded_images: the same for the request's image and its masked image, by the name that `share` gets.
     merged: the adapters that must be merged into the weights while the request runs.
     packed: the adapters that the UNet takes as inputs. They share no image's weights.
@@ -115,7 +116,7 @@ class RequestPlan:
     warnings: list[str]
     source: Source | None = None
     later: "tuple[RequestPlan, ...]" = ()
-    encoded: dict[str, list[CfgConditioning]] = field(default_factory=dict)
+    encoded: dict[str, list[tuple[CfgConditioning, torch.Tensor | None]]] = field(default_factory=dict)
     encoded_images: dict[str, list[LatentDistribution]] = field(default_factory=dict)
     merged: AdapterSet = ()
     packed: AdapterSet = ()

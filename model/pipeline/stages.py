@@ -18,7 +18,7 @@ from model.pipeline.decode import decode_latents
 from model.pipeline.image_to_image import draw_latents, keep_base_result, prepare_from_image
 from model.pipeline.loaded_model import LoadedModel, LoopKey
 from model.pipeline.overflow import CHECKS, IMAGE, LATENTS, PIXELS, TEXT, is_finite, latents_are_sane
-from model.pipeline.plan import RequestPlan
+from model.pipeline.plan import CfgConditioning, RequestPlan
 from model.pipeline.prompt import encode_prompt
 from model.pipeline.safety import check_image
 from model.pipeline.spec import BASE, REFINER, Denoiser
@@ -59,14 +59,20 @@ class EncodePrompt:
         references = plan.encoded.setdefault(unet, [])
         if not references:
             # One reference for each image. The tensors are freed when the last image has taken its reference.
-            references += [encode_prompt(model, plan, self.denoiser)] * plan.params.num_images
-        cond, uncond = references.pop()
+            encoded = encode_prompt(model, plan, self.denoiser)
+            references += [(encoded, _are_finite(encoded))] * plan.params.num_images
+        (cond, uncond), finite = references.pop()
         image.cond = _copy_inputs(cond)
         image.uncond = None if uncond is None else _copy_inputs(uncond)
-        texts = [text.inputs for text in (image.cond, image.uncond) if text is not None]
-        encoded = [inputs[name] for inputs in texts for name in _ENCODED if name in inputs]
-        if encoded:
-            image.checks[TEXT] = is_finite(*encoded) & image.checks.get(TEXT, True)
+        if finite is not None:
+            image.checks[TEXT] = finite & image.checks.get(TEXT, True)
+
+
+def _are_finite(conditionings: CfgConditioning) -> torch.Tensor | None:
+    """Return bool [1], true if all encoded texts are finite; None if there are none."""
+    texts = [half.inputs for half in conditionings if half is not None]
+    encoded = [inputs[name] for inputs in texts for name in _ENCODED if name in inputs]
+    return is_finite(*encoded) if encoded else None
 
 
 def _copy_inputs(conditioning: Conditioning) -> Conditioning:

@@ -94,7 +94,7 @@ class Job:
         self.waiting_images = deque(images)  # those that have not joined a loop, in order
         self.steps_done = 0  # of all images
         self._previews_due: dict[int, int] = {}  # by index of an image
-        self.outputs: dict[int, Future[None]] = {}  # the last output of each image, by index; see `OutputWorkers`
+        self.outputs: dict[int, deque[Callable[[], None]]] = {}  # unfinished ones of each image; see `OutputWorkers`
         self._reporting = threading.Lock()  # guards the next one, and the order of events
         self._steps_reported = 0
         self._lock = threading.Lock()  # guards the next three: the scheduler and the output workers change them

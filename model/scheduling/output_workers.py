@@ -1,8 +1,10 @@
 """Threads that encode previews and finished images, and set a request's result after its last image."""
 
 import os
+import threading
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -42,6 +44,7 @@ class OutputWorkers:
         self._on_image = on_image
         self._on_failure = on_failure
         self._threads = ThreadPoolExecutor(THREADS, "preheat-encode")
+        self._lock = threading.Lock()  # guards the outputs of jobs
 
     def submit_image(self, job: Job, image: ImageState) -> None:
         """Wait for an image whose stages are finished, and encode it. The last one of a job sets its result."""
@@ -57,14 +60,20 @@ class OutputWorkers:
         self._threads.shutdown()
 
     def _submit(self, job: Job, index: int, work: Callable[[], None]) -> None:
-        previous = job.outputs.get(index)
+        """Run `work` after the other work of this image. It raises nothing."""
+        with self._lock:
+            waiting = job.outputs.setdefault(index, deque())
+            waiting.append(work)
+            if len(waiting) == 1:  # else the thread that runs the first one goes on with it
+                self._threads.submit(self._run, waiting)
 
-        def run() -> None:
-            if previous is not None:  # a thread has begun it, because the threads begin their work in order
-                wait([previous])
-            work()
-
-        job.outputs[index] = self._threads.submit(run)
+    def _run(self, waiting: deque[Callable[[], None]]) -> None:
+        while waiting:
+            waiting[0]()
+            with self._lock:
+                waiting.popleft()
+                if not waiting:
+                    return
 
     def _encode(self, job: Job, index: int, pending: PendingImage) -> None:
         try:
