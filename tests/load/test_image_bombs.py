@@ -30,7 +30,7 @@ from tests.support.waiting import eventually
 
 SECONDS = float(os.environ.get("PREHEAT_BOMB_SECONDS", "8"))
 BOMBS = 6  # in flight at each moment, of each kind
-MAX_GROWTH_MIB = (450, 300)  # of server and gateway; the server decodes an image of 32 megapixels and a small one at once
+MAX_GROWTH_MIB = (450, 300)  # of server and gateway; the server decodes a large image and a small one at once
 MAX_HEALTH_SECONDS, MAX_DELAY_SECONDS = 0.5, 1.5
 SIZE = (8000, 4000)
 KEYS = {"bomber": "bomber-0123456789abcdef", "other": "other-0123456789abcdef"}
