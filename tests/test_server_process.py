@@ -269,6 +269,29 @@ def test_stop_leaves_no_process_and_no_files(layout: Layout) -> None:
     assert not Path(report["env"]["HOME"]).exists()
 
 
+def test_interrupted_stop_leaves_no_process_and_no_files(tmp_path: Path) -> None:
+    """The server ends at no signal. At each one its parent gets one more Ctrl-C."""
+    (tmp_path / "main.py").write_text(
+        textwrap.dedent("""
+            import os, signal
+            from pathlib import Path
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda *_: os.kill(os.getppid(), signal.SIGINT))
+            Path("home.new").write_text(os.environ["HOME"])
+            os.rename("home.new", "home")
+            while True:
+                signal.pause()
+        """)
+    )
+    server = Server(Layout(tmp_path, tmp_path, tmp_path, {})).start()
+    eventually((tmp_path / "home").exists, "the server has begun")
+    pid, home = server.pid, Path((tmp_path / "home").read_text())
+    assert home.exists()
+    with pytest.raises(KeyboardInterrupt):
+        server.stop()
+    assert has_ended(pid) and not home.exists()
+
+
 def test_stop_waits_for_requests_in_flight(tmp_path: Path) -> None:
     model = """
         import asyncio

@@ -231,12 +231,15 @@ class Server:
     def stop(self) -> None:
         """End the process and its children. Accepted requests finish within the server's own grace period.
 
-        KeyboardInterrupt ends the grace period: the server answers the remaining requests with status 503.
+        KeyboardInterrupt ends the grace period: the server answers the remaining requests with status 503. A second one
+        kills the server, and is raised.
         """
-        self._end(self._grace_seconds + _EXIT_SECONDS)
-        if self._scratch is not None:
-            self._scratch.cleanup()
-            self._scratch = None
+        try:
+            self._end(self._grace_seconds + _EXIT_SECONDS)
+        finally:
+            if self._scratch is not None:
+                self._scratch.cleanup()
+                self._scratch = None
 
     def __enter__(self) -> Self:
         return self.start()
@@ -276,11 +279,12 @@ class Server:
         except KeyboardInterrupt:
             os.kill(process.pid, signal.SIGINT)
             self._wait_exit(_EXIT_SECONDS)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        assert process.stdin is not None
-        process.stdin.close()
-        self._process = None
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            assert process.stdin is not None
+            process.stdin.close()
+            self._process = None
 
     def _wait_exit(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
