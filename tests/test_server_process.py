@@ -14,7 +14,8 @@ import httpx
 import psutil
 import pytest
 
-from engine_builder.local_server.server import Layout, Server, ServerFailed, build_context, exception_sentence
+from engine_builder.local_server.server import Layout, Server, ServerFailed, build_context
+from engine_builder.local_server.server_log import exception_sentence
 from tests.support import stub_truss
 from tests.support.waiting import eventually
 

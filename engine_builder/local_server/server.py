@@ -19,7 +19,7 @@ import tarfile
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from typing import Any, Self
 
 import httpx
 
+from engine_builder.local_server.server_log import ServerLog
 from engine_builder.truss_config import read_truss_config
 from model.errors import ConfigError, PreheatError
 from model.settings import read_settings
@@ -40,8 +41,6 @@ _POLL_SECONDS = 0.05
 _EXIT_SECONDS = 10.0  # after the grace period, for the answers and the end of the process
 _ERROR_LOG_LINES = 8
 _BACKLOG = 2048  # connections; uvicorn's default
-_TRACEBACK = "Traceback (most recent call last):\n"
-_MODEL_ERROR = re.compile(r"model\.[\w.]+: ")
 _LAUNCHER = Path(__file__).with_name("launcher.py")
 
 
@@ -144,7 +143,7 @@ class Server:
         self._grace_seconds = 0.0
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._log: _Log | None = None
+        self._log: ServerLog | None = None
 
     @property
     def url(self) -> str:
@@ -175,7 +174,7 @@ class Server:
         with suppress(ConfigError):  # the server refuses to start
             section = (self.layout.config.get("model_metadata") or {}).get("preheat")
             self._grace_seconds = read_settings(section, environment=variables).grace_seconds
-        self._log = _Log(self._log_path or home / "server.log")
+        self._log = ServerLog(self._log_path or home / "server.log")
         with self._log.path.open("wb") as log:
             self._process = subprocess.Popen(
                 # -S: no .pth files, so no editable installs. -P: not the launcher's own folder. -u: the log is complete
@@ -252,7 +251,7 @@ class Server:
             raise ServerFailed("The server was not started.")
         return self._process
 
-    def _require_log(self) -> "_Log":
+    def _require_log(self) -> ServerLog:
         assert self._log is not None
         return self._log
 
@@ -327,82 +326,3 @@ def listen(port: int) -> socket.socket:
 
 def _describe_exit(exit_code: int) -> str:
     return f"exit code {exit_code}" if exit_code >= 0 else f"killed by {signal.Signals(-exit_code).name}"
-
-
-class _Log:
-    """Reads the server's log while it is written: JSON records of its logger, and plain text."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.messages: list[str] = []
-        self._trace = ""
-        self._error = ""
-        self._failed_at: int | None = None  # number of messages up to the last exception, which is included
-        self._offset = 0
-
-    def new_messages(self) -> list[str]:
-        """Return the messages of the complete lines written since the last call."""
-        previous = len(self.messages)
-        for line in self._new_lines():
-            self._read(line)
-        return self.messages[previous:]
-
-    def until_failure(self) -> list[str]:
-        """Return the messages up to the last logged exception. The later ones are about the shutdown."""
-        return self.messages[: self._failed_at]
-
-    def reason(self) -> str:
-        """Return the message of the last exception logged or printed, else of the last logged error, else ""."""
-        printed = "\n".join(self.messages)
-        if self._trace or _TRACEBACK in printed:
-            return exception_sentence(self._trace or printed)
-        return self._error
-
-    def refusal(self) -> str:
-        """Return the message of the last logged exception if its class is one of model/, else ""."""
-        return exception_sentence(self._trace) if _MODEL_ERROR.match(_last_exception(self._trace)) else ""
-
-    def _new_lines(self) -> Iterator[str]:
-        try:
-            with self.path.open("rb") as log:
-                log.seek(self._offset)
-                for line in log:
-                    if not line.endswith(b"\n"):
-                        return
-                    self._offset += len(line)
-                    yield line.decode(errors="replace").rstrip()
-        except FileNotFoundError:
-            return
-
-    def _read(self, line: str) -> None:
-        try:
-            record = json.loads(line)
-            level, message = record["levelname"], record["message"]
-        except (ValueError, KeyError, TypeError):
-            if line:
-                self.messages.append(line)
-            return
-        self.messages.append(message)
-        if level in ("ERROR", "CRITICAL"):
-            self._error = message
-        if record.get("exc_info"):
-            self._trace, self._failed_at = record["exc_info"], len(self.messages)
-
-
-def exception_sentence(trace: str) -> str:
-    """Return the exception's message at the end of a printed traceback.
-
-    It begins with the exception's class, except for classes of model/. Their messages need no class.
-
-    >>> exception_sentence('Traceback (most recent call last):\\n  File "x.py", line 1\\nKeyError: 3')
-    'KeyError: 3'
-    """
-    return _MODEL_ERROR.sub("", _last_exception(trace), count=1)
-
-
-def _last_exception(trace: str) -> str:
-    """Return class and message of the exception at the end of a printed traceback."""
-    lines = trace.rpartition(_TRACEBACK)[2].splitlines()
-    while lines and lines[0].startswith(" "):
-        lines.pop(0)
-    return "\n".join(lines).strip()
