@@ -92,10 +92,8 @@ class Model:
                 "has no grace period."
             )
         else:
-            limit_bodies(self._application, self._service.refuse)
             self._shutdown = GracefulShutdown(self._settings.grace_seconds, self._service.refuse)
-            assert self._application.middleware_stack is not None
-            self._application.middleware_stack = self._shutdown.wrap(self._application.middleware_stack)
+            limit_bodies(self._application, self._service.refuse, self._shutdown.wrap)
         if self._http_config is not None:
             bound_connections(self._http_config)
 

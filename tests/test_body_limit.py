@@ -257,7 +257,7 @@ def test_limits_a_running_application() -> None:
         transport = httpx.ASGITransport(app=echo.application)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             assert (await client.post("/", content=b"x")).status_code == 200  # this makes the middleware stack
-            limit_bodies(echo.application, refuse)
+            limit_bodies(echo.application, refuse, lambda application: application)
             assert (await client.post("/", content=b"x")).status_code == 200
             answer = await client.post("/", content=bytes(MAX_BODY_BYTES + 1))
             assert answer.status_code == 413

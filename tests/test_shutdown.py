@@ -1,20 +1,26 @@
-"""The middleware that ends a server gracefully, with signals to this process in place of a server's."""
+"""The middleware that ends a server gracefully: with signals to this process in place of a server's, and in uvicorn."""
 
 import asyncio
 import math
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import httpx
 import pytest
+import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Scope
 
-from model.api.shutdown import GracefulShutdown, until_shutdown, wait_for_end
-from model.errors import Unavailable
+from engine_builder.gateway.errors import ApiError
+from engine_builder.gateway.request_end import until_shutdown
+from model.api.body_limit import BodyLimit, BodyLimits
+from model.api.shutdown import GracefulShutdown, wait_for_end
+from model.errors import PreheatError, Unavailable
 from tests.support.waiting import TIMEOUT_SECONDS
 
 Work = Callable[[Request], Awaitable[Response]]
@@ -31,18 +37,25 @@ def ended() -> Iterator[list[int]]:
         signal.signal(number, handler)
 
 
+def refuse(scope: Scope, error: PreheatError) -> Response:
+    return JSONResponse(str(error), 503 if isinstance(error, Unavailable) else 500)
+
+
 class Scene:
-    """A server with one request in flight, whose `work` waits for `finish`."""
+    """A server with one request in flight, whose `work` waits for `finish`. `arrived`: the requests so far."""
 
     def __init__(self, grace_seconds: float, work: Work | None = None) -> None:
         self.began, self.finish = asyncio.Event(), asyncio.Event()
         routes = [Route("/", self._work, methods=["POST"]), Route("/health", self._health)]
-        self.shutdown = GracefulShutdown(grace_seconds, lambda _, error: JSONResponse(str(error), 503))
+        self.shutdown = GracefulShutdown(grace_seconds, refuse)
         self._inner = work or self._finish
-        transport = httpx.ASGITransport(self.shutdown.wrap(Starlette(routes=routes)))
-        self.client = httpx.AsyncClient(transport=transport, base_url="http://server")
+        stack = self.shutdown.wrap(Starlette(routes=routes))
+        self.application = BodyLimit(stack, refuse, BodyLimits(pause_seconds=0.05))
+        self.client = httpx.AsyncClient(transport=httpx.ASGITransport(self.application), base_url="http://server")
+        self.arrived = 0
 
     async def _work(self, http: Request) -> Response:
+        self.arrived += 1
         await http.body()
         self.began.set()
         return await self._inner(http)
@@ -77,7 +90,7 @@ async def events_until_over(http: Request) -> Response:
     try:
         async for event in until_shutdown(http, events()):
             received.append(event)
-    except Unavailable as error:
+    except ApiError as error:
         return JSONResponse([*received, str(error)], 503)
     return JSONResponse(received)
 
@@ -119,15 +132,69 @@ def test_rest_gets_503_after_the_grace_period(grace: float, signals: list[int], 
     run(check)
 
 
-def test_requests_that_do_not_end_are_given_up(ended: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("model.api.shutdown._ANSWER_SECONDS", 0.1)
+TERM, INT = signal.SIGTERM, signal.SIGINT
+
+
+@pytest.mark.parametrize(
+    "grace, answer, signals, finishes",
+    [(0.1, 0.1, [TERM], False), (0.1, 0.1, [TERM], True), (math.inf, math.inf, [TERM, INT, INT], False)],
+    ids=["request", "connection", "third signal"],
+)
+def test_what_does_not_end_is_given_up(
+    grace: float,
+    answer: float,
+    signals: list[int],
+    finishes: bool,
+    ended: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("model.api.shutdown._ANSWER_SECONDS", answer)
 
     async def check() -> None:
-        scene = Scene(0.1)
-        request = await scene.begin(signal.SIGTERM)
+        scene = Scene(grace)
+        if finishes:
+            scene.finish.set()
+        request = await scene.begin(*signals)
         while len(ended) < 2:
             await asyncio.sleep(0.02)
-        assert ended == [signal.SIGTERM, signal.SIGINT]  # uvicorn no longer waits after the second one
+        assert ended == [TERM, INT]  # uvicorn no longer waits after the second one
         request.cancel()
+
+    run(check)
+
+
+@pytest.mark.parametrize("framing", ["Content-Length: 100", "Transfer-Encoding: chunked"])
+@pytest.mark.parametrize("is_late", [False, True], ids=["before", "during"])
+def test_half_sent_request_is_refused(
+    framing: str, is_late: bool, ended: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """uvicorn ends as soon as all requests are answered."""
+    monkeypatch.setattr("model.api.shutdown._BODY_SECONDS", 0.1)
+    head = f"POST / HTTP/1.1\r\nHost: x\r\n{framing}\r\n\r\n3\r\n".encode()
+
+    async def check() -> None:
+        scene = Scene(math.inf)
+        config = uvicorn.Config(scene.application, http="h11", lifespan="off", log_level="critical")
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            server = asyncio.create_task(uvicorn.Server(config).serve([listener]))
+            request = await scene.begin()
+            reader, writer = await asyncio.open_connection(*listener.getsockname())
+            if not is_late:
+                writer.write(head)
+                while scene.arrived < 2:
+                    await asyncio.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not scene.shutdown.has_begun:
+                await asyncio.sleep(0.01)
+            if is_late:
+                writer.write(head)
+            answer = await reader.read()  # until the connection is closed
+            writer.close()
+            assert answer.startswith(b"HTTP/1.1 503 ") and answer.endswith(b'is stopping. Repeat the request."')
+            assert scene.arrived == (1 if is_late else 2) and not server.done()
+            scene.finish.set()
+            assert (await request).json() == "done"
+            await server
+        assert ended == [signal.SIGTERM]
 
     run(check)

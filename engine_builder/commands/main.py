@@ -176,7 +176,7 @@ def serve(
     """Run the real Truss server on this machine until it is interrupted.
 
     Ctrl-C and SIGTERM let accepted requests finish within the grace period (PREHEAT_GRACE_SECONDS). A second Ctrl-C
-    ends it.
+    ends it, and a third one kills the server.
     """
     opened_store = open_cli_store(store, cache_dir)
     opened_store.read_release(release)  # a missing release is refused before the server's files are laid out

@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import ValidationError
 from starlette.applications import Starlette
@@ -35,10 +35,11 @@ from engine_builder.gateway.history import MAX_LISTED, History, answer_of
 from engine_builder.gateway.keys import ApiKey, Keys
 from engine_builder.gateway.openai_requests import Files, ImageCall
 from engine_builder.gateway.recording import recorded
+from engine_builder.gateway.request_end import stopping, unless_disconnected, until_shutdown
 from model.api.body_limit import CLIENT, BodyLimit, BodyLimits
 from model.api.fair_queue import PreparationQueues
 from model.api.request import GenerationRequest
-from model.api.shutdown import RETRY_SECONDS, GracefulShutdown, until_shutdown, wait_for_end
+from model.api.shutdown import GracefulShutdown
 from model.errors import BodyTooLarge, BodyTooSlow, Overloaded, PreheatError, RequestRefused, Unavailable
 
 PAGE = Path(__file__).with_name("page")
@@ -65,7 +66,6 @@ _BODY_ERRORS: dict[type[PreheatError], tuple[int, str]] = {
 }
 logger = logging.getLogger("preheat.gateway")
 Endpoint = Callable[[Request], Awaitable[Response]]
-T = TypeVar("T")
 
 
 class Gateway:
@@ -74,7 +74,7 @@ class Gateway:
     def __init__(
         self, backends: Backends, keys: Keys, history: History | None = None, shutdown: GracefulShutdown | None = None
     ) -> None:
-        """`shutdown`: the middleware that the application runs in, if any."""
+        """`shutdown`: ends the application, if given."""
         self._shutdown = shutdown
         self._backends = backends
         self._keys = keys
@@ -108,7 +108,9 @@ class Gateway:
             *(Route("/" if path.name == "index.html" else f"/{path.name}", _page(path)) for path in _page_files()),
         ]
         limits = BodyLimits(share=_KEY_SHARE if self._keys.required else 1.0, has_forms=True)
-        middleware = [Middleware(BodyLimit, refuse=_refuse_body, limits=limits)]
+        middleware = [Middleware(BodyLimit, refuse=refuse_body, limits=limits)]
+        if self._shutdown is not None:
+            middleware.append(Middleware(self._shutdown.wrap))
         if not self._keys.required:
             middleware.insert(0, Middleware(LocalOnly))
         handlers: dict[Any, Any] = {
@@ -139,7 +141,7 @@ class Gateway:
         price = await asyncio.to_thread(openai_requests.decoding_price, files)
         parsing = self._queues.images(price).run(key.client_id, [(price, partial(parse, values, files))])
         try:
-            [call] = await _unless_disconnected(http, parsing)
+            [call] = await unless_disconnected(http, parsing)
         except Overloaded as error:
             raise ApiError(429, str(error), None, "overloaded", error.retry_after) from error
         del values, fields, files, parsing  # the call has them
@@ -214,7 +216,7 @@ class Gateway:
             async def collect() -> list[Event]:
                 return [event async for event in accepted.events if event["event"] in ("image", "done")]
 
-            events = await _unless_disconnected(http, collect())
+            events = await unless_disconnected(http, collect())
         # Writing megabytes of base64 would block the event loop.
         content = await asyncio.to_thread(lambda: json.dumps(answer(events)))
         return Response(content, media_type="application/json", headers={"X-Request-Id": request_id})
@@ -226,11 +228,11 @@ class Gateway:
         self._keys.take(key, images)
         try:
             starting = stack.enter_async_context(self._backends.start(native, model, request_id, key.client_id))
-            accepted = await _unless_disconnected(http, starting)
+            accepted = await unless_disconnected(http, starting)
         except BaseException:
             key.give_back(images)  # nothing was generated
             raise
-        events = _until_shutdown(http, accepted.events)
+        events = until_shutdown(http, accepted.events)
         if self._history is not None:
             events = recorded(self._history, key.name, native, events)
         return replace(accepted, events=events)
@@ -330,39 +332,6 @@ class LocalOnly:
         await self._application(scope, receive, send)
 
 
-async def _unless_disconnected(http: Request, work: Awaitable[T]) -> T:
-    """Return the result of `work`. Cancel it if the client leaves first (ClientDisconnect), or the grace period of a
-    shutdown is over (ApiError)."""
-    working, ending = asyncio.ensure_future(work), asyncio.create_task(wait_for_end(http))
-    try:
-        await asyncio.wait((working, ending), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise _stopping(error) if isinstance(error := ending.result(), Unavailable) else ClientDisconnect
-        return working.result()
-    finally:
-        for task in (working, ending):
-            task.cancel()
-        await asyncio.gather(working, ending, return_exceptions=True)
-
-
-async def _until_shutdown(http: Request, events: AsyncIterator[Event]) -> AsyncIterator[Event]:
-    """Yield the events of a server. Raises ApiError when the grace period of a shutdown is over."""
-    try:
-        async for event in until_shutdown(http, events):
-            yield event
-    except Unavailable as error:
-        raise _stopping(error) from error
-
-
-def _stopping(error: PreheatError) -> ApiError:
-    return ApiError(503, str(error), None, "unavailable", RETRY_SECONDS)
-
-
-def refuse_stopping(scope: Scope, error: PreheatError) -> Response:
-    """Return the answer to a request that arrives during a shutdown."""
-    return _error_response(scope, _stopping(error))
-
-
 async def _native_lines(accepted: Accepted) -> AsyncIterator[str]:
     """Yield the lines of a server's stream. An error is its last line."""
     yield json.dumps(accepted.event) + "\n"
@@ -406,7 +375,10 @@ def _api_error(http: Request, error: Exception) -> Response:
     return _error_response(http.scope, error)
 
 
-def _refuse_body(scope: Scope, error: PreheatError) -> Response:
+def refuse_body(scope: Scope, error: PreheatError) -> Response:
+    """Return the answer to a request that is not parsed: because of its body, or because the gateway stops."""
+    if isinstance(error, Unavailable):
+        return _error_response(scope, stopping(error))
     status, code = next(answer for kind, answer in _BODY_ERRORS.items() if isinstance(error, kind))
     retry_after = error.retry_after if isinstance(error, Overloaded) else None
     return _error_response(scope, ApiError(status, str(error), None, code, retry_after))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import uvicorn
 
-from engine_builder.gateway.app import Gateway, refuse_stopping
+from engine_builder.gateway.app import Gateway, refuse_body
 from engine_builder.gateway.backend import parse_backend
 from engine_builder.gateway.backends import Backends
 from engine_builder.gateway.errors import GatewayConfigError
@@ -50,8 +50,8 @@ def prepare(
     except PreheatError:
         listener.close()
         raise
-    shutdown = GracefulShutdown(read_settings(variables=["grace_seconds"]).grace_seconds, refuse_stopping)
-    application = shutdown.wrap(Gateway(servers, keys, history, shutdown).build())
+    shutdown = GracefulShutdown(read_settings(variables=["grace_seconds"]).grace_seconds, refuse_body)
+    application = Gateway(servers, keys, history, shutdown).build()
     config = uvicorn.Config(
         application,
         http=BoundedConnection,

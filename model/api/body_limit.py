@@ -24,7 +24,7 @@ MAX_BODY_BYTES = 64 * 2**20
 MAX_ARRIVING_BYTES = 160 * 2**20  # of all bodies that have not arrived completely
 MAX_TOTAL_BODY_BYTES = 2**29  # of all requests that are read, waiting or running; Truss keeps a body until the answer
 SMALL_BODY_BYTES = 2**17  # a request without images fits; it is accepted whatever the totals are
-CLIENT, SCAN = "preheat.client", "preheat.body_scan"  # entries of an ASGI scope
+CLIENT, SCAN, BODY = "preheat.client", "preheat.body_scan", "preheat.body"  # entries of an ASGI scope
 _CONNECTION_BYTES = 2**19  # counted besides a body while it arrives: buffers, and time on the event loop
 _PROGRESS_BYTES = 2**18  # a body must make this progress within BodyLimits.progress_seconds
 _YIELD_SECONDS = 1.0  # a body without progress for so long is given up if another one needs its memory
@@ -111,7 +111,7 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._application(scope, receive, send)
             return
-        body = _Body(self, scope, receive, send)
+        body = scope[BODY] = _Body(self, scope, receive, send)
         try:
             with suppress(_BodyRefused):
                 body.check_size(body.stated)
@@ -121,6 +121,7 @@ class BodyLimit:
                 body.give_back()
                 await self._refuse(scope, body.error)(scope, receive, body.send_last)
         finally:
+            del scope[BODY]  # a reference cycle
             body.give_back()
 
     def give_up_a_stalled_body(self, client: str) -> bool:
@@ -129,12 +130,17 @@ class BodyLimit:
         stalled = [body for body in self.bodies if body.client == client and body.progress_at < end]
         if not stalled:
             return False
-        min(stalled, key=lambda body: body.progress_at).give_up()
+        min(stalled, key=lambda body: body.progress_at).give_up(
+            Overloaded(
+                f"The body has not arrived, and other requests need its memory. Repeat it in {_RETRY_SECONDS} s.",
+                _RETRY_SECONDS,
+            )
+        )
         return True
 
 
 class _Body:
-    """The body of one request: its ASGI `receive` and `send`."""
+    """The body of one request: its ASGI `receive` and `send`. The entry BODY of its scope."""
 
     def __init__(self, limit: BodyLimit, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
@@ -148,7 +154,7 @@ class _Body:
         content_type = headers.get("Content-Type", "")
         is_form = self._limits.has_forms and content_type.startswith("multipart/form-data")
         self._scan = scope[SCAN] = None if is_form else scan_of(content_type)
-        self._is_admitted = False
+        self._is_admitted = self._is_answered = False
         self._received = self._progress = 0
         self._arriving = self._held = 0  # what is counted in the budgets
         self._timeout: asyncio.Timeout | None = None
@@ -191,6 +197,8 @@ class _Body:
 
     async def send_last(self, message: Message) -> None:
         """Send an answer. If the body has not arrived completely, discard the rest before the answer ends."""
+        self._is_answered = True
+        self._limit.bodies.discard(self)
         if not self._is_complete:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
@@ -200,13 +208,12 @@ class _Body:
                 await self._discard()
         await self._send(message)
 
-    def give_up(self) -> None:
-        """Refuse the body, because another one needs its memory."""
+    def give_up(self, error: PreheatError) -> None:
+        """Refuse the body with `error`, unless it has arrived completely or its answer has begun."""
+        if self._is_complete or self._is_answered or self.error is not None:
+            return
         self.give_back()
-        self.error = Overloaded(
-            f"The body has not arrived, and other requests need its memory. Repeat it in {_RETRY_SECONDS} s.",
-            _RETRY_SECONDS,
-        )
+        self.error = error
         if self._timeout is not None and not self._timeout.expired():
             self._timeout.reschedule(asyncio.get_running_loop().time())
 
@@ -232,6 +239,8 @@ class _Body:
                 if loop.time() > end:
                     self._fail_overloaded(self._limits.arriving)
                 await asyncio.sleep(_POLL_SECONDS)
+                if self.error is not None:
+                    raise _BodyRefused
         finally:
             self._limit.waiting[self.client] -= 1
         self._is_admitted, self.progress_at = True, loop.time()
@@ -309,10 +318,12 @@ def find_in_process(kind: type[T]) -> T | None:
     return next((found for found in gc.get_objects() if issubclass(type(found), kind)), None)
 
 
-def limit_bodies(application: Starlette, refuse: Callable[[Scope, PreheatError], Response]) -> None:
-    """Put a `BodyLimit` around a running application, for all requests from now on."""
+def limit_bodies(
+    application: Starlette, refuse: Callable[[Scope, PreheatError], Response], wrap: Callable[[ASGIApp], ASGIApp]
+) -> None:
+    """Put a `BodyLimit` around a running application and the middleware `wrap`, for all requests from now on."""
     stack = application.middleware_stack or application.build_middleware_stack()
-    application.middleware_stack = BodyLimit(stack, refuse)
+    application.middleware_stack = BodyLimit(wrap(stack), refuse)
 
 
 def _content_length(headers: Headers) -> int:

@@ -1,7 +1,7 @@
 """End a server gracefully: accepted requests finish within a grace period, and all others are answered with status 503.
 
-At SIGTERM uvicorn itself closes its port at once, which resets connections, and then waits without limit. So this
-middleware takes uvicorn's signals on the first request. It passes them on when all requests are answered.
+At SIGTERM uvicorn itself closes its port at once, which resets connections, and then waits up to an hour in Truss. So
+this middleware takes uvicorn's signals on the first request. It passes them on when all requests are answered.
 """
 
 import asyncio
@@ -10,43 +10,43 @@ import logging
 import math
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
-from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from model.api.body_limit import BODY
 from model.errors import Cancelled, PreheatError, Unavailable
 
 RETRY_SECONDS = 5  # after which a request that found no server is repeated
+_BODY_SECONDS = 5.0  # from the beginning, or a later request's arrival, to the end of a body
 _ANSWER_SECONDS = 5.0  # after the grace period, to send the answers
 _KEY = "preheat.shutdown"  # of an ASGI scope
 _READING = ("GET", "HEAD")  # health, metrics and pages are answered to the end
 _STOPPING = "This server is stopping. Repeat the request."
 logger = logging.getLogger("preheat")
-T = TypeVar("T")
 
 
 class GracefulShutdown:
-    """ASGI middleware. SIGTERM or SIGINT begins the shutdown, and a SIGINT during it ends the grace period."""
+    """ASGI middleware inside `BodyLimit`. SIGTERM or SIGINT begins the shutdown. A SIGINT during it ends the grace
+    period, and the next one the server."""
 
     def __init__(self, grace_seconds: float, refuse: Callable[[Scope, PreheatError], Response]) -> None:
         """`grace_seconds` may be infinite. `refuse` makes the answer to a request that arrives during the shutdown."""
         self.grace_over = asyncio.Event()
-        self._grace_seconds = None if math.isinf(grace_seconds) else grace_seconds
+        self._grace_seconds = grace_seconds
         self._refuse = refuse
-        self._in_flight = 0
-        self._idle = asyncio.Event()
+        self._in_flight: dict[int, Scope] = {}  # by id()
         self._handlers: dict[int, Callable[[int, FrameType | None], object]] = {}  # uvicorn's, by signal
-        self._task: asyncio.Task[None] | None = None
+        self._signal: int | None = None
 
     @property
     def has_begun(self) -> bool:
         """True if this server takes no further requests."""
-        return self._task is not None
+        return self._signal is not None
 
     def wrap(self, application: ASGIApp) -> ASGIApp:
         """Return the application with this middleware around it."""
@@ -59,13 +59,13 @@ class GracefulShutdown:
                 await self._refuse(scope, Unavailable(_STOPPING))(scope, receive, send)
             else:
                 self._take_signals()
-                self._in_flight += 1
+                scope[_KEY] = self
+                self._in_flight[id(scope)] = scope
                 try:
-                    await application({**scope, _KEY: self}, receive, send)
+                    await application(scope, receive, send)
                 finally:
-                    self._in_flight -= 1
-                    if self.has_begun and not self._in_flight:
-                        self._idle.set()
+                    del self._in_flight[id(scope)]
+                    self._end_if_idle()
 
         return call
 
@@ -80,26 +80,46 @@ class GracefulShutdown:
                 self._handlers[number] = handler
 
     def begin(self, number: int) -> None:
-        """Begin the shutdown by a signal. A later SIGINT ends the grace period; other later signals do nothing."""
-        if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._shut_down(number))
+        """Begin the shutdown by a signal. A later SIGINT ends the grace period, one after it the server.
+
+        Other later signals do nothing.
+        """
+        if not self.has_begun:
+            self._signal = number
+            logger.info(json.dumps({"event": "stopping", "requests": len(self._in_flight)}))
+            loop = asyncio.get_running_loop()
+            loop.call_later(_BODY_SECONDS, self._refuse_bodies)
+            if not math.isinf(self._grace_seconds):
+                loop.call_later(self._grace_seconds, self._end_grace_period)
+            self._end_if_idle()
+        elif number == signal.SIGINT and self.grace_over.is_set():
+            self._end_now()
         elif number == signal.SIGINT:
+            self._end_grace_period()
+
+    def _end_grace_period(self) -> None:
+        if not self.grace_over.is_set():
             self.grace_over.set()
+            self._refuse_bodies()
+            asyncio.get_running_loop().call_later(_ANSWER_SECONDS, self._end_now)
 
-    async def _shut_down(self, number: int) -> None:
-        logger.info(json.dumps({"event": "stopping", "requests": self._in_flight}))
-        if self._in_flight:
-            waits = [asyncio.create_task(event.wait()) for event in (self._idle, self.grace_over)]
-            await asyncio.wait(waits, timeout=self._grace_seconds, return_when=asyncio.FIRST_COMPLETED)
-        self.grace_over.set()
-        if self._in_flight:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._idle.wait(), _ANSWER_SECONDS)
-        self._end(number)
-        if self._in_flight:
-            self._end(signal.SIGINT)  # for uvicorn a second signal, so that it does not wait
+    def _refuse_bodies(self) -> None:
+        """Answer the requests in flight whose bodies have not arrived."""
+        for scope in self._in_flight.values():
+            scope[BODY].give_up(Unavailable(_STOPPING))
 
-    def _end(self, number: int) -> None:
+    def _end_if_idle(self) -> None:
+        if self._signal is not None and not self._in_flight:
+            self._pass_on(self._signal)
+
+    def _end_now(self) -> None:
+        """End uvicorn, which waits for its connections after one signal, but not after a second one."""
+        assert self._signal is not None
+        if self._in_flight:  # else the first signal was passed on
+            self._pass_on(self._signal)
+        self._pass_on(signal.SIGINT)
+
+    def _pass_on(self, number: int) -> None:
         if (handler := self._handlers.get(number)) is not None:
             handler(number, None)
 
@@ -110,51 +130,30 @@ async def wait_for_end(http: Request) -> PreheatError:
     The body of the request must have been read.
     """
 
-    async def disconnect() -> None:
+    async def disconnect() -> PreheatError:
         while (await http.receive())["type"] != "http.disconnect":
             pass
+        return Cancelled("The client left.")
 
-    leaving = asyncio.create_task(disconnect())
-    stopping = asyncio.create_task(_wait_for_shutdown(http))
+    ends = [asyncio.create_task(disconnect()), asyncio.create_task(wait_for_shutdown(http))]
     try:
-        await asyncio.wait((leaving, stopping), return_when=asyncio.FIRST_COMPLETED)
-        return Cancelled("The client left.") if leaving.done() else Unavailable(_STOPPING)
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        return next(end.result() for end in ends if end.done())
     finally:
-        leaving.cancel()
-        stopping.cancel()
+        for end in ends:
+            end.cancel()
 
 
-async def until_shutdown(http: Request, events: AsyncIterator[T]) -> AsyncIterator[T]:
-    """Yield the events of a request. Raises Unavailable when the server's grace period is over."""
-
-    async def take() -> T:
-        return await anext(events)
-
-    stopping = asyncio.create_task(_wait_for_shutdown(http))
-    try:
-        while True:
-            taking = asyncio.create_task(take())
-            try:
-                await asyncio.wait((taking, stopping), return_when=asyncio.FIRST_COMPLETED)
-                if not taking.done():
-                    raise Unavailable(_STOPPING)
-                event = taking.result()
-            except StopAsyncIteration:
-                return
-            finally:
-                taking.cancel()
-                await asyncio.gather(taking, return_exceptions=True)
-            yield event
-    finally:
-        stopping.cancel()
-
-
-async def _wait_for_shutdown(http: Request) -> None:
+async def wait_for_shutdown(http: Request) -> PreheatError:
+    """Return Unavailable when the server's grace period is over, if ever."""
     shutdown: GracefulShutdown | None = http.scope.get(_KEY)
     await (asyncio.Event() if shutdown is None else shutdown.grace_over).wait()
+    return Unavailable(_STOPPING)
 
 
 async def _discard_body(receive: Receive) -> None:
-    """Read a body: a connection that is closed before is reset, and the client may not see the answer."""
-    while (await receive()).get("more_body"):
-        pass
+    """Read a body for some seconds: if it arrives completely, the connection can be used for further requests."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_BODY_SECONDS):
+            while (await receive()).get("more_body"):
+                pass
