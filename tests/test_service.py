@@ -424,6 +424,80 @@ def test_long_prompts_do_not_block_the_event_loop(characters: int) -> None:
     assert threads[0].startswith("preheat-prepare" if characters > 2000 else "MainThread")
 
 
+def cancellations() -> dict[str, float]:
+    states = ("decoding", "queued", "running")
+    return {state: REGISTRY.get_sample_value("preheat_cancellations_total", {"state": state}) or 0 for state in states}
+
+
+@dataclass
+class SlowReader:
+    """A service that reads a request's long prompts until `finish`, and whose scheduler begins no image."""
+
+    def __post_init__(self) -> None:
+        self.service, self.scheduler = make_service(linear_model())
+        self.begun, self.finish, self.idle = threading.Event(), threading.Event(), threading.Event()
+        self.left = asyncio.Event()
+        self.scheduler.call(lambda: self.idle.wait(READY_SECONDS))
+        self._plan = self.scheduler.runner.plan
+        self.scheduler.runner.plan = self._read  # type: ignore[method-assign]
+
+    def _read(self, params: GenerationParams) -> RequestPlan:
+        self.begun.set()
+        assert self.finish.wait(READY_SECONDS)
+        return self._plan(params)
+
+    async def _leave(self) -> dict[str, str]:
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    def answer(self) -> "asyncio.Task[Any]":
+        http = Request({"type": "http", "headers": []}, self._leave)
+        return asyncio.create_task(self.service.answer(GenerationRequest(prompt="a" * 4000), http))
+
+    def close(self) -> None:
+        self.idle.set()
+        self.scheduler.close()
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True], ids=["client leaves", "answer is cancelled"])
+def test_request_that_ends_while_it_is_submitted_is_cancelled_once(is_cancelled: bool) -> None:
+    before = cancellations()
+
+    async def end() -> None:
+        reader = SlowReader()
+        answer = reader.answer()
+        await until(reader.begun.is_set)
+        if is_cancelled:
+            answer.cancel()
+        else:
+            reader.left.set()
+        await asyncio.wait([answer])
+        assert answer.cancelled() if is_cancelled else answer.result().status_code == 499
+        assert cancellations() == before
+        reader.finish.set()
+        await until(lambda: cancellations() == before | {"queued": before["queued"] + 1})
+        reader.close()
+
+    asyncio.run(end())
+
+
+def test_request_that_ends_before_it_is_submitted_is_counted_once() -> None:
+    before = cancellations()
+
+    async def end() -> None:
+        reader = SlowReader()
+        first, second = reader.answer(), reader.answer()  # the second one waits for the thread
+        await until(reader.begun.is_set)
+        reader.left.set()
+        await asyncio.wait([first, second])
+        reader.finish.set()
+        expected = {"decoding": before["decoding"] + 1, "queued": before["queued"] + 1}
+        await until(lambda: cancellations() == before | expected)
+        reader.close()
+
+    asyncio.run(end())
+
+
 def test_accepted_request_releases_its_texts() -> None:
     """Truss keeps the request object until the answer."""
     service, scheduler = make_service(linear_model())

@@ -81,6 +81,7 @@ class RequestContext:
     stream: bool
     prompt: str
     params: GenerationParams | None = None
+    is_submitted: bool = False  # or is being submitted
 
 
 class Service:
@@ -112,11 +113,12 @@ class Service:
 
         def submit(params: GenerationParams) -> RequestJob:
             """Pass the request to the scheduler, which reads its prompts. Any thread may call it."""
+            context.is_submitted = True
             preview_every = request.preview_every if request.stream else 0
             job: RequestJob = self._scheduler.submit(params, emit if request.stream else None, preview_every)
             job.result.add_done_callback(lambda _: emit(None))
             job.result.add_done_callback(lambda _: loop.call_soon_threadsafe(watcher.cancel))
-            # If the watcher has ended meanwhile, this cancels the job.
+            # If the watcher has ended meanwhile, or was cancelled with the answer, this cancels the job.
             loop.call_soon_threadsafe(watcher.add_done_callback, partial(self._cancel, job))
             return job
 
@@ -125,7 +127,8 @@ class Service:
             context.params = await self._unless_ended(self._resolve(request, client), watcher)
             job = await self._unless_ended(self._submit(context.params, client, submit), watcher)
         except BaseException as error:
-            watcher.cancel()
+            if not watcher.cancel() and not context.is_submitted:  # otherwise the scheduler counts it
+                metrics.CANCELLATIONS.labels("decoding").inc()
             if isinstance(error, PreheatError):
                 return self._error_response(context, error)
             raise
@@ -148,14 +151,16 @@ class Service:
         return Response(content, media_type="application/json", headers=headers)
 
     async def _unless_ended(self, work: Coroutine[Any, Any, T], watcher: Watcher) -> T:
-        """Return the result of `work`. If `watcher` ends first, cancel the work and raise the watcher's error."""
+        """Return the result of `work`. If `watcher` ends first, cancel the work and raise the watcher's error.
+
+        A watcher that is cancelled has no error: the job of `work` has ended.
+        """
         working = asyncio.create_task(work)
         try:
             await asyncio.wait((working, watcher), return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                metrics.CANCELLATIONS.labels("decoding").inc()
+            if not working.done() and not watcher.cancelled():
                 raise watcher.result()
-            return working.result()
+            return await working
         finally:
             working.cancel()
 
@@ -199,8 +204,10 @@ class Service:
         return watcher
 
     def _cancel(self, job: RequestJob, watcher: Watcher) -> None:
-        if not watcher.cancelled():
-            self._scheduler.cancel(job, watcher.result())
+        """Cancel a job that has not ended. A cancelled watcher: the answer was cancelled before."""
+        error = Cancelled("The client left.") if watcher.cancelled() else watcher.result()
+        if not job.result.done():
+            self._scheduler.cancel(job, error)
 
     async def _wait_for_end_or_deadline(self, http: Request) -> PreheatError:
         seconds = self._scheduler.limits.deadline_seconds
