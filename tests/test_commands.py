@@ -318,6 +318,7 @@ def test_generate_refuses_bad_image_files_before_the_request(sandbox: Path, serv
             "--control-scale=1",
         ],
         "--canny needs --control": ["--canny"],
+        "--feather needs --mask": ["--feather=3"],
         "is not NAME=FILE or NAME=FILE@SCALE": [f"--ip-adapter={folder}/photo.png"],
         "Two scales were given for the IP-Adapter style": [
             f"--ip-adapter=style={folder}/photo.png@1",

@@ -165,7 +165,7 @@ class Gateway:
             GenerationRequest.model_validate(given)
         except ValidationError as error:
             problems = error.errors(include_url=False)
-            field = str(problems[0]["loc"][0]) if problems[0]["loc"] else None
+            field = ".".join(map(str, problems[0]["loc"])) or None
             message = " ".join(f"{_path(problem['loc'])}: {problem['msg']}." for problem in problems)
             raise ApiError(400, message, field, "refused") from error
         given = {name: value for name, value in given.items() if value is not None}  # null stands for a missing value
@@ -337,7 +337,8 @@ async def _native_lines(accepted: Accepted) -> AsyncIterator[str]:
     yield json.dumps(accepted.event) + "\n"
     try:
         async for event in accepted.events:
-            yield json.dumps(event) + "\n"
+            line = await asyncio.to_thread(json.dumps, event) if event["event"] == "image" else json.dumps(event)
+            yield line + "\n"
     except ApiError as error:
         yield json.dumps({"event": "error", "status": error.status, **_native_body(error)}) + "\n"
 

@@ -191,15 +191,17 @@ async def read_events(
         for number in range(MAX_EVENTS):
             if (line := await lines.read(EVENT_SECONDS if number else ACCEPT_SECONDS)) is None:
                 raise EOFError
-            problem = ""
+            what, problem = f"its line {number + 1}", ""
             try:
-                event = _parse(line, f"its line {number + 1}")
+                if len(line) > SMALL_LINE_BYTES:  # an image of 64 MiB would block the event loop for half a second
+                    event = await asyncio.to_thread(_parse_event, line, what)
+                else:
+                    event = _parse_event(line, what)
             except InvalidAnswer as error:
                 problem = str(error)
             del line  # an image is held once
             if problem:  # not raised above: the frames of an error would hold the line
                 raise InvalidAnswer(problem)
-            _validate(_EVENT.validate_python, event, f"its line {number + 1}")
             kind = event["event"]
             if kind == "error":
                 raise _refusal(event.get("status", 500), event)
@@ -217,6 +219,13 @@ async def read_events(
                 return
             await asyncio.sleep(0)  # other requests run, however fast the events arrive
     raise InvalidAnswer(f"it has more than {MAX_EVENTS} events")
+
+
+def _parse_event(line: bytes, what: str) -> Event:
+    """Return an event with the defaults of "done"."""
+    event = _parse(line, what)
+    checked = _validate(_EVENT.validate_python, event, what)
+    return checked.model_dump() | event if isinstance(checked, _Done) else event
 
 
 def _parse(data: bytes, what: str) -> Event:

@@ -38,6 +38,7 @@ from model.api.fair_queue import CLIENT_HEADER
 
 _CHECK_SECONDS = 2.0  # between two health checks of a local server
 _CONNECT_SECONDS = 5.0
+_PIECE_BYTES = 2**18  # of a body that is sent
 _MAX_RETRY_SECONDS = 3600  # a longer Retry-After is a mistake
 _DESCRIBE = {"prompt": "description", "describe": True}
 logger = logging.getLogger("preheat.gateway")
@@ -102,11 +103,12 @@ class Backends:
             assert backend.health_url is not None
             sent = client.build_request("GET", backend.health_url)
         else:
-            headers = {**backend.headers, "Content-Type": "application/json", **(headers or {})}
             # Escaped, because a text may hold half of a surrogate pair, which UTF-8 cannot encode. In a thread, because
             # images of 60 MiB take half a second.
-            content = await asyncio.to_thread(json.dumps, request)
-            sent = client.build_request("POST", backend.predict_url, content=content, headers=headers)
+            parts = await asyncio.to_thread(lambda: [json.dumps(request).encode()])
+            headers = {**backend.headers, "Content-Type": "application/json", **(headers or {})}
+            headers["Content-Length"] = str(len(parts[0]))
+            sent = client.build_request("POST", backend.predict_url, content=_in_pieces(parts), headers=headers)
         async with asyncio.timeout(seconds):
             answer = await client.send(sent, stream=True)
         try:
@@ -293,6 +295,13 @@ class Backends:
 
         await self._wait(self._readings(), lambda: bool(untried()), until_all=False)
         return min(untried(), key=lambda backend: (not backend.is_up(), backend.images), default=None)
+
+
+async def _in_pieces(parts: list[bytes]) -> AsyncIterator[bytes]:
+    """Yield the bytes of `parts`, which are freed as soon as they are sent: the request lives until its answer ends."""
+    content = parts.pop()
+    for start in range(0, len(content), _PIECE_BYTES):
+        yield content[start : start + _PIECE_BYTES]
 
 
 def _is_due(backend: Backend, now: float) -> bool:

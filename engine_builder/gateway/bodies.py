@@ -4,12 +4,13 @@ Parsing runs in a worker thread. Megabytes of base64 are copied into the parsed 
 would hold the interpreter lock meanwhile, and one wide character in such a text would make it four times as large.
 """
 
-import asyncio
 import json
 import re
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -17,31 +18,36 @@ from starlette.requests import Request
 
 from engine_builder.gateway.errors import ApiError, refused
 from engine_builder.gateway.openai_requests import Files
-from model.api.body_limit import SCAN
+from model.api.body_limit import CLIENT, SCAN
 from model.api.body_scan import MAX_TEXT_BYTES
+from model.api.fair_queue import PreparationQueues
+from model.errors import Overloaded
 
 MAX_IMAGE_FILES = 16  # of one request; OpenAI's limit
-MAX_PARSERS = 2  # bodies that are parsed at once
+_TEXT_PRICE = 32  # of a byte of JSON besides base64, relative to a byte that is copied
 _MAX_PARTS = 64  # of a form
 _MAX_DEPTH = 16  # of a JSON value; a request has 5
 _FILES = ("image", "image[]", "mask")
 _ENCODINGS = ("", "7bit", "8bit", "binary")  # of a part; all of them leave its bytes as they are
 _CHARSETS = ("", "utf-8", "us-ascii")
+T = TypeVar("T")
 
 
 class Bodies:
-    """Reads bodies, a few of them at once."""
+    """Reads bodies. Those of clients are parsed in turns, and small ones apart from large ones."""
 
     def __init__(self) -> None:
-        self._parsers = asyncio.Semaphore(MAX_PARSERS)
+        self._queues = PreparationQueues()
 
     async def json_object(self, http: Request) -> dict[str, Any]:
         """Return the JSON object of a request. Raises ApiError."""
         if not http.headers.get("Content-Type", "").startswith("application/json"):
             raise refused(None, "Send JSON with the header `Content-Type: application/json`.", "invalid_content_type")
         body = await _read(http)
-        async with self._parsers:
-            return await asyncio.to_thread(parse_json_object, body, http.scope[SCAN].finish())
+        runs = http.scope[SCAN].finish()
+        text_bytes = len(body) - sum(stop - start for start, stop in runs)
+        price = _TEXT_PRICE * text_bytes + len(body)
+        return await self._parsed(http, price, partial(parse_json_object, body, runs))
 
     async def form(self, http: Request) -> tuple[dict[str, str], Files]:
         """Return the text fields and the files of a multipart request. Raises ApiError."""
@@ -49,8 +55,14 @@ class Bodies:
         if not content_type.startswith("multipart/form-data"):
             raise refused(None, "Send the image as multipart/form-data.", "invalid_content_type")
         body = await _read(http)
-        async with self._parsers:
-            return await asyncio.to_thread(parse_form, content_type, body)
+        return await self._parsed(http, len(body), partial(parse_form, content_type, body))
+
+    async def _parsed(self, http: Request, price: int, parse: Callable[[], T]) -> T:
+        try:
+            [parsed] = await self._queues.images(price).run(http.scope[CLIENT], [(price, parse)])
+        except Overloaded as error:
+            raise ApiError(429, str(error), None, "overloaded", error.retry_after) from error
+        return parsed
 
 
 async def _read(http: Request) -> bytearray:
@@ -113,11 +125,11 @@ def parse_json_object(body: bytes | bytearray, runs: list[tuple[int, int]]) -> d
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in values if names.count(name) > 1)
-        raise refused(twice[:64], "is given twice.")
+    values: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in values:
+            raise refused(name[:64], "is given twice.")
+        values[name] = value
     return values
 
 

@@ -81,6 +81,8 @@ class LineReader:
                     chunk = await anext(self._chunks, None)
                     if chunk is None:
                         return self._take() or None
+                    if self._is_given_up:
+                        raise _full()
                     first, *others = chunk.split(b"\n")
                     self._add(first, deadline)
                     for other in others:

@@ -111,7 +111,7 @@ def _seconds_until_ready(endpoint: Endpoint, answer: httpx.Response) -> float | 
     if isinstance(content, dict) and "kind" in content:
         return None
     seconds = answer.headers.get("Retry-After", "")
-    return int(seconds) if seconds.isdecimal() and len(seconds) < 4 else _START_POLL_SECONDS
+    return max(1, int(seconds)) if seconds.isdecimal() and len(seconds) < 4 else _START_POLL_SECONDS
 
 
 def _encode(request: dict[str, Any]) -> bytes:

@@ -30,8 +30,10 @@ def read_image_file(path: Path) -> str:
 def masks_of(paths: list[Path], feather: float, given: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     """Return the field `masks` of a request. `given`: values of each further field, see `_spread`.
 
-    Raises CallFailed for another number of values, and for files that cannot be read.
+    Raises CallFailed for a blur without masks, another number of values, and for files that cannot be read.
     """
+    if feather and not paths:
+        raise CallFailed("--feather needs --mask.", remedy="Give --mask FILE.")
     masks: list[dict[str, Any]] = [{"image": read_image_file(path), "feather": feather} for path in paths]
     _spread(masks, "mask", given)
     return masks

@@ -76,6 +76,10 @@ BAD_JSON: dict[str, tuple[bytes, str]] = {
     "infinity": (b'{"strength": -Infinity}', "-Infinity is not a JSON number"),
     "long number": (b'{"seed": %s}' % (b"1" * 5000), "not valid JSON"),
     "twice": (b'{"prompt": "x", "prompt": "y"}', "prompt: is given twice"),
+    "twice, of many": (  # a search for each name would take minutes
+        b"{%s}" % b",".join(b'"%x":1' % (number % 99_999) for number in range(100_000)),
+        "0: is given twice",
+    ),
     "twice, deeper": (b'{"masks": [{"image": "x", "image": "y"}]}', "image: is given twice"),
     "deep": (deep(20), "more than 16 deep"),
     "list": (b"[]", "not a JSON object"),
