@@ -29,7 +29,7 @@ from model.api.body_limit import (
     limit_bodies,
 )
 from model.api.service import STATUS
-from model.errors import PreheatError
+from model.errors import Overloaded, PreheatError
 from tests.support.predictions import PREDICT_PATH, PROMPT, http_client
 from tests.support.waiting import TIMEOUT_SECONDS
 
@@ -182,13 +182,14 @@ def test_gives_back_the_memory_of_refused_bodies() -> None:
     run_within_timeout(run())
 
 
-def stalling(*parts: bytes) -> Receive:
-    """A client that sends parts of a body, and then nothing."""
+def stalling(*parts: bytes, seconds: float = 0.02) -> Receive:
+    """A client that sends parts of a body, with so many seconds before each, and then nothing."""
     left = list(parts)
 
     async def receive() -> Message:
         if not left:
             await asyncio.Event().wait()
+        await asyncio.sleep(seconds)
         return {"type": "http.request", "body": left.pop(0), "more_body": True}
 
     return receive
@@ -240,13 +241,74 @@ def test_client_leaves_room_for_others() -> None:
 def test_stalled_body_yields_to_one_that_needs_its_memory() -> None:
     async def run() -> None:
         echo = Echo()
-        limited = BodyLimit(echo.application, refuse, BodyLimits(arriving=4 * 2**20, pause_seconds=0.05))
+        limits = BodyLimits(arriving=4 * 2**20, yield_seconds=0.05, pause_seconds=0.05)
+        limited = BodyLimit(echo.application, refuse, limits)
         held = half_sent(limited, 3 * 2**20, "", b"A")
         await asyncio.sleep(0)
         transport = httpx.ASGITransport(app=limited)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             assert (await client.post("/", content=b"A" * 3 * 2**20)).status_code == 200
         assert await held == 429
+
+    run_within_timeout(run())
+
+
+# Bodies that another client has begun, as numbers of bytes and whether they still arrive, slowly.
+HELD_BY_ANOTHER: dict[str, list[tuple[int, bool]]] = {
+    "small bodies": [(200, False)] * 600,
+    "large bodies": [(8 * 2**20, True), (5 * 2**20, True)],
+    "one large body": [(14 * 2**20, True)],
+}
+
+
+@pytest.mark.parametrize("case", HELD_BY_ANOTHER)
+def test_another_client_leaves_room(case: str) -> None:
+    async def run() -> None:
+        limits = BodyLimits(arriving=32 * 2**20, share=0.5, yield_seconds=0.05, wait_seconds=2, pause_seconds=0.05)
+        limited = BodyLimit(Echo().application, refuse, limits)
+        held = [
+            half_sent(limited, size, "one", b"A", *([b"A"] * 1000 if arrives else []))
+            for size, arrives in HELD_BY_ANOTHER[case]
+        ]
+        await asyncio.sleep(0.01)
+        other = half_sent(limited, 12 * 2**20, "other", b"A" * 2**19)
+        await asyncio.wait([other], timeout=0.5)
+        assert [body.client for body in limited.bodies].count("other") == 1
+        for task in (other, *held):
+            task.cancel()
+
+    run_within_timeout(run())
+
+
+def test_slow_body_is_kept_while_it_arrives() -> None:
+    async def run() -> None:
+        echo = Echo()
+        limits = BodyLimits(arriving=4 * 2**20, yield_seconds=0.4, wait_seconds=1, pause_seconds=0.05)
+        limited = BodyLimit(echo.application, refuse, limits)
+        held = half_sent(limited, 3 * 2**20, "", *[b"A" * 100] * 100)
+        await asyncio.sleep(0)
+        assert await half_sent(limited, 2 * 2**20, "") == 429 and not held.done()
+        held.cancel()
+
+    run_within_timeout(run())
+
+
+def test_body_given_up_with_its_last_part_is_not_used() -> None:
+    async def run() -> None:
+        echo = Echo()
+        limited = BodyLimit(echo.application, refuse, BodyLimits(pause_seconds=0.05))
+        statuses: list[int] = []
+
+        async def receive() -> Message:
+            next(iter(limited.bodies)).give_up(Overloaded("", 1))
+            return {"type": "http.request", "body": b"A", "more_body": False}
+
+        async def send(message: Message) -> None:
+            statuses.append(message.get("status", 0))
+
+        headers = [(b"content-length", b"1")]
+        await limited({"type": "http", "path": "/", "method": "POST", "headers": headers}, receive, send)
+        assert statuses[0] == 429 and echo.read == 0
 
     run_within_timeout(run())
 

@@ -368,7 +368,7 @@ _REFUSALS = {
         "change the named field",
     ),
     "too_slow": (
-        "the body stopped arriving: fewer than 256 KiB of it within 10 s",
+        "the body stopped arriving: fewer than 64 KiB of it within 10 s",
         "repeat it with the whole body",
     ),
     "too_large": (

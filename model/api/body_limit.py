@@ -6,6 +6,7 @@ its application. So `find_in_process` looks for the application among this proce
 
 import asyncio
 import gc
+import math
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,13 +22,14 @@ from model.api.body_scan import scan_of
 from model.errors import BodyTooLarge, BodyTooSlow, Overloaded, PreheatError, RequestRefused
 
 MAX_BODY_BYTES = 64 * 2**20
-MAX_ARRIVING_BYTES = 160 * 2**20  # of all bodies that have not arrived completely
+MAX_ARRIVING_BYTES = 160 * 2**20  # of all large bodies that have not arrived completely
 MAX_TOTAL_BODY_BYTES = 2**29  # of all requests that are read, waiting or running; Truss keeps a body until the answer
 SMALL_BODY_BYTES = 2**17  # a request without images fits; it is accepted whatever the totals are
 CLIENT, SCAN, BODY = "preheat.client", "preheat.body_scan", "preheat.body"  # entries of an ASGI scope
+_MAX_SMALL_BYTES = 64 * 2**20  # of all small bodies that arrive; beyond it ones that have stopped are given up
 _CONNECTION_BYTES = 2**19  # counted besides a body while it arrives: buffers, and time on the event loop
-_PROGRESS_BYTES = 2**18  # a body must make this progress within BodyLimits.progress_seconds
-_YIELD_SECONDS = 1.0  # a body without progress for so long is given up if another one needs its memory
+_PROGRESS_BYTES = 2**16  # a body must make this progress within BodyLimits.progress_seconds
+_SLOW_BYTES = 2**18  # a second: slower bodies are given up if another client needs their memory
 _POLL_SECONDS = 0.1
 _MAX_WAITING = 64  # bodies of a client that wait for memory
 _DISCARD_SECONDS, _DISCARD_BYTES = 60.0, 256 * 2**20  # of a body that is discarded after its answer
@@ -40,9 +42,11 @@ T = TypeVar("T")
 class BodyLimits:
     """Bytes of one body, of all bodies that arrive, and of all bodies until their answer.
 
-    `share`: what one client may hold, as a part of what the other clients leave. 1: clients are not told apart.
-    A body must make progress within `progress_seconds`. It waits `wait_seconds` for memory. What is discarded after an
-    early answer may pause for `pause_seconds`. `has_forms`: bodies of the type multipart/form-data are not JSON.
+    `share`: what one client may hold, as a part of what the other clients leave. 1: there is one client.
+    A body must make progress within `progress_seconds`. It waits `wait_seconds` for memory, and after `yield_seconds`
+    of them gives up another body: one of its client that sent nothing for as long, or a slow one of another client.
+    What is discarded after an early answer may pause for `pause_seconds`. `has_forms`: bodies of the type
+    multipart/form-data are not JSON.
     """
 
     body: int = MAX_BODY_BYTES
@@ -52,6 +56,7 @@ class BodyLimits:
     has_forms: bool = False
     progress_seconds: float = 10.0
     wait_seconds: float = 10.0
+    yield_seconds: float = 3.0
     pause_seconds: float = 2.0
 
 
@@ -62,11 +67,19 @@ class Budget:
         self._total, self._share = total, share
         self._held: Counter[str] = Counter()
 
-    def has_room(self, client: str, size: int) -> bool:
-        """Return whether a client may hold `size` bytes more. With a share below 1 others always keep some room."""
-        own = self._held[client]
-        others = self._held.total() - own
-        return own + size <= self._share * (self._total - others)
+    def held(self, client: str) -> int:
+        """Return the bytes that a client holds."""
+        return self._held[client]
+
+    def room(self, client: str) -> int:
+        """Return how many bytes more a client may hold. Each other client counts for its share at most."""
+        share = self.share()
+        others = sum(min(held, share) for other, held in self._held.items() if other != client)
+        return max(0, int(self._share * (self._total - others)) - self._held[client])
+
+    def share(self) -> int:
+        """Return the bytes that a client may hold if the others hold nothing."""
+        return int(self._share * self._total)
 
     def add(self, client: str, size: int) -> None:
         """Count bytes, negative ones when they are given back."""
@@ -98,6 +111,7 @@ class BodyLimit:
         self._refuse = refuse
         self.limits = limits
         self.arriving = Budget(limits.arriving, limits.share)
+        self.arriving_small = Budget(_MAX_SMALL_BYTES, limits.share)
         self.held = Budget(limits.total, limits.share)
         self.bodies: set[_Body] = set()
         """The bodies that arrive."""
@@ -124,19 +138,34 @@ class BodyLimit:
             del scope[BODY]  # a reference cycle
             body.give_back()
 
-    def give_up_a_stalled_body(self, client: str) -> bool:
-        """Give up the body of a client that has made no progress for longest. Returns False if all make progress."""
-        end = asyncio.get_running_loop().time() - _YIELD_SECONDS
-        stalled = [body for body in self.bodies if body.client == client and body.progress_at < end]
-        if not stalled:
+    def give_up_for(self, waiting: "_Body", size: int) -> bool:
+        """Give up a body, so that another one can hold `size` bytes more. Returns False if no body can be given up.
+
+        First the body of the same client that has sent nothing for longest. Then, if the client holds less than its
+        share, a slow body of another client: of the one that holds most.
+        """
+        now = asyncio.get_running_loop().time()
+        bodies = [body for body in self.bodies if body.budget is waiting.budget and body is not waiting]
+        stopped = [
+            body for body in bodies if body.client == waiting.client and body.part_at <= now - self.limits.yield_seconds
+        ]
+        if stopped:
+            min(stopped, key=lambda body: body.part_at).give_up(_not_arrived())
+            return True
+        held = waiting.budget.held
+        if waiting.budget is self.arriving_small or held(waiting.client) + size > waiting.budget.share():
             return False
-        min(stalled, key=lambda body: body.progress_at).give_up(
-            Overloaded(
-                f"The body has not arrived, and other requests need its memory. Repeat it in {_RETRY_SECONDS} s.",
-                _RETRY_SECONDS,
-            )
-        )
-        return True
+        slow = [body for body in bodies if body.client != waiting.client and body.rate(now) < _SLOW_BYTES]
+        if slow:
+            max(slow, key=lambda body: (held(body.client), -body.rate(now))).give_up(_not_arrived())
+        return bool(slow)
+
+
+def _not_arrived() -> Overloaded:
+    return Overloaded(
+        f"The body has not arrived, and other requests need its memory. Repeat it in {_RETRY_SECONDS} s.",
+        _RETRY_SECONDS,
+    )
 
 
 class _Body:
@@ -147,7 +176,8 @@ class _Body:
         self.error: PreheatError | None = None
         self.client = ""
         self.stated = _content_length(headers)
-        self.progress_at = 0.0
+        self.part_at = 0.0
+        self.budget = limit.arriving_small
         self._limit, self._limits, self._scope = limit, limit.limits, scope
         self._receive, self._send = receive, send
         self._is_complete = not self.stated and "Transfer-Encoding" not in headers
@@ -155,7 +185,9 @@ class _Body:
         is_form = self._limits.has_forms and content_type.startswith("multipart/form-data")
         self._scan = scope[SCAN] = None if is_form else scan_of(content_type)
         self._is_admitted = self._is_answered = False
-        self._received = self._progress = 0
+        self._received = self._progress = self._measured = 0  # bytes
+        self._progress_at = self._measured_at = 0.0
+        self._rate = math.inf
         self._arriving = self._held = 0  # what is counted in the budgets
         self._timeout: asyncio.Timeout | None = None
 
@@ -175,11 +207,15 @@ class _Body:
             part = message.get("body", b"")
             self._received += len(part)
             self._is_complete = not message.get("more_body", False)
+            if self.error is not None:  # given up while the part arrived
+                raise _BodyRefused
             self.check_size(self._received)
             if self._received > self.stated:  # a chunked body
-                self._grow(self._received)
+                await self._grow(self._received)
+            self.part_at = asyncio.get_running_loop().time()
+            self.rate(self.part_at)
             if self._received - self._progress >= _PROGRESS_BYTES:
-                self._progress, self.progress_at = self._received, asyncio.get_running_loop().time()
+                self._progress, self._progress_at = self._received, self.part_at
             if self._scan is not None:
                 try:
                     self._scan.feed(part)
@@ -208,6 +244,14 @@ class _Body:
                 await self._discard()
         await self._send(message)
 
+    def rate(self, now: float) -> float:
+        """Return the bytes a second of the last `yield_seconds` or more. Infinite while it is not yet measured."""
+        seconds = now - self._measured_at
+        if seconds >= self._limits.yield_seconds:
+            self._rate = (self._received - self._measured) / seconds
+            self._measured, self._measured_at = self._received, now
+        return self._rate
+
     def give_up(self, error: PreheatError) -> None:
         """Refuse the body with `error`, unless it has arrived completely or its answer has begun."""
         if self._is_complete or self._is_answered or self.error is not None:
@@ -223,43 +267,53 @@ class _Body:
         self._count(arriving=0, held=0)
 
     async def _admit(self) -> None:
-        """Wait until the budgets have room for the stated size. Raises _BodyRefused."""
-        loop = asyncio.get_running_loop()
+        """Wait until the stated size can be held. Raises _BodyRefused."""
         self.client = self._scope.get(CLIENT, "")
-        end = loop.time() + self._limits.wait_seconds
-        if self._limit.waiting[self.client] >= _MAX_WAITING:
-            end = 0.0
-        self._limit.waiting[self.client] += 1
-        try:
-            while not self._limit.arriving.has_room(self.client, self.stated + _CONNECTION_BYTES):
-                if self._limit.give_up_a_stalled_body(self.client):
-                    continue
-                if self.stated <= SMALL_BODY_BYTES:
-                    break
-                if loop.time() > end:
-                    self._fail_overloaded(self._limits.arriving)
-                await asyncio.sleep(_POLL_SECONDS)
-                if self.error is not None:
-                    raise _BodyRefused
-        finally:
-            self._limit.waiting[self.client] -= 1
-        self._is_admitted, self.progress_at = True, loop.time()
-        self._grow(self.stated)
+        await self._grow(self.stated)
+        self._is_admitted = True
+        self.part_at = self._progress_at = self._measured_at = asyncio.get_running_loop().time()
         self._limit.bodies.add(self)
 
-    def _grow(self, size: int) -> None:
-        """Count `size` bytes in both budgets. Raises _BodyRefused without room."""
-        more = size - self._held
+    async def _grow(self, size: int) -> None:
+        """Wait until `size` bytes can be held, and count them. Raises _BodyRefused."""
         if size > SMALL_BODY_BYTES:
-            if not self._limit.held.has_room(self.client, more):
-                self._fail_overloaded(self._limits.total)
-            while self._is_admitted and not self._limit.arriving.has_room(self.client, more):
-                if not self._limit.give_up_a_stalled_body(self.client):
-                    self._fail_overloaded(self._limits.arriving)
+            if self.budget is self._limit.arriving_small:
+                self.budget.add(self.client, -self._arriving)
+                self._arriving, self.budget = 0, self._limit.arriving
+            await self._wait_for_memory(size)
+            more = size - self._held
+            if more > self._limit.held.room(self.client):
+                self._fail_overloaded(more, self._limit.held)
+        elif not self._is_admitted:
+            more = size + _CONNECTION_BYTES
+            while more > self.budget.room(self.client) and self._limit.give_up_for(self, more):
+                pass
         self._count(arriving=size + _CONNECTION_BYTES, held=size)
 
+    async def _wait_for_memory(self, size: int) -> None:
+        loop = asyncio.get_running_loop()
+        more = size + _CONNECTION_BYTES - self._arriving
+        if more <= self.budget.room(self.client):
+            return
+        start, waiting = loop.time(), self._limit.waiting
+        end = start + (self._limits.wait_seconds if waiting[self.client] < _MAX_WAITING else 0)
+        waiting[self.client] += 1
+        try:
+            while more > self.budget.room(self.client):
+                now = loop.time()
+                if now - start >= self._limits.yield_seconds and self._limit.give_up_for(self, more):
+                    continue
+                if now >= end:
+                    self._fail_overloaded(more, self.budget)
+                await asyncio.sleep(min(_POLL_SECONDS, self._limits.yield_seconds))
+                if self.error is not None:  # given up meanwhile
+                    raise _BodyRefused
+        finally:
+            waiting[self.client] -= 1
+        self._progress_at = loop.time()
+
     def _count(self, arriving: int, held: int) -> None:
-        self._limit.arriving.add(self.client, arriving - self._arriving)
+        self.budget.add(self.client, arriving - self._arriving)
         self._limit.held.add(self.client, held - self._held)
         self._arriving, self._held = arriving, held
 
@@ -268,7 +322,7 @@ class _Body:
             raise _BodyRefused
         seconds = self._limits.progress_seconds
         try:
-            async with asyncio.timeout_at(self.progress_at + seconds) as self._timeout:
+            async with asyncio.timeout_at(self._progress_at + seconds) as self._timeout:
                 return await self._receive()
         except TimeoutError:
             self._fail(
@@ -298,11 +352,11 @@ class _Body:
         finally:
             self._limit.discarding -= 1
 
-    def _fail_overloaded(self, size: int) -> None:
+    def _fail_overloaded(self, size: int, budget: Budget) -> NoReturn:
         self._fail(
             Overloaded(
-                f"The bodies of all requests in flight exceed {size * self._limits.share / 2**20:g} MiB. Repeat the "
-                f"request in {_RETRY_SECONDS} s.",
+                f"The bodies of the requests in flight leave {budget.room(self.client) / 2**20:.1f} MiB, and this one "
+                f"needs {size / 2**20:.1f} MiB. Repeat the request in {_RETRY_SECONDS} s.",
                 _RETRY_SECONDS,
             )
         )

@@ -13,9 +13,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 HEADERS_SECONDS = 10.0  # from the connection or the first byte of a request to the end of its headers
-UNREAD_SECONDS = 30.0  # without a byte of the answer taken by the client
+UNREAD_SECONDS = 30.0  # in which a client must read UNREAD_PROGRESS_BYTES of an answer, or what is left of it
+UNREAD_PROGRESS_BYTES = 2**18
+MAX_UNREAD_BYTES = 256 * 2**20  # of all answers; beyond it the connection that reads for longest is closed ...
 MAX_WAITING_CONNECTIONS = 1000  # whose headers have not arrived; beyond it the oldest one is closed ...
-SPARED_SECONDS = 1.0  # ... unless it is younger than this, because its headers may not have been read yet
+SPARED_SECONDS = 1.0  # ... unless it is younger than this
 # Lines of a request that are accepted: each chunk of a chunked body has two, and takes time on the event loop.
 _MAX_LINES, _MAX_LINES_SHARE = 4096, 1 / 64
 
@@ -26,6 +28,8 @@ class BoundedConnection(H11Protocol):
     _waiting: ClassVar["WeakKeyDictionary[ServerState, dict[BoundedConnection, float]]"] = WeakKeyDictionary()
     """The connections of a server whose headers have not arrived, the oldest first, and since when they wait."""
     _headers_timer: asyncio.TimerHandle | None = None
+    _unread: ClassVar["WeakKeyDictionary[ServerState, dict[BoundedConnection, float]]"] = WeakKeyDictionary()
+    """The connections of a server whose client has not read an answer, the oldest first, and since when they wait."""
     _unread_timer: asyncio.TimerHandle | None = None
     _unread_bytes = 0
     _lines = _bytes = 0
@@ -64,7 +68,17 @@ class BoundedConnection(H11Protocol):
     def pause_writing(self) -> None:
         """Wait for the client to read."""
         super().pause_writing()
-        self._check_reading()
+        if self._unread_timer is not None:
+            return
+        self._start_unread_timer()
+        unread = self._unread.setdefault(self.server_state, {})
+        unread[self] = self.loop.time()
+        left = sum(connection.transport.get_write_buffer_size() for connection in unread)
+        for oldest, since in list(unread.items()):
+            if left <= MAX_UNREAD_BYTES or since > self.loop.time() - SPARED_SECONDS:
+                break
+            left -= oldest.transport.get_write_buffer_size()
+            oldest.transport.abort()
 
     def resume_writing(self) -> None:
         """Go on after the client has read."""
@@ -72,6 +86,7 @@ class BoundedConnection(H11Protocol):
         if self._unread_timer is not None:
             self._unread_timer.cancel()
             self._unread_timer = None
+            del self._unread[self.server_state][self]
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is not HTTP. Close the connection if an answer has begun."""
@@ -97,13 +112,16 @@ class BoundedConnection(H11Protocol):
             self.transport.write((self.conn.send(response) or b"") + (self.conn.send(h11.EndOfMessage()) or b""))
             self.transport.close()
 
-    def _check_reading(self) -> None:
-        unread = self.transport.get_write_buffer_size()
-        if self._unread_timer is not None and unread >= self._unread_bytes:
-            self.transport.abort()
-            return
-        self._unread_bytes = unread
+    def _start_unread_timer(self) -> None:
+        self._unread_bytes = self.transport.get_write_buffer_size()
         self._unread_timer = self.loop.call_later(UNREAD_SECONDS, self._check_reading)
+
+    def _check_reading(self) -> None:
+        read = self._unread_bytes - self.transport.get_write_buffer_size()
+        if read < min(UNREAD_PROGRESS_BYTES, self._unread_bytes):
+            self.transport.abort()
+        else:
+            self._start_unread_timer()
 
 
 def bound_connections(config: Config) -> None:
