@@ -117,6 +117,7 @@ def without_tensors(image: ImageState) -> ImageState:
         cond=Conditioning(is_zero=image.cond.is_zero),
         uncond=image.uncond and Conditioning(is_zero=image.uncond.is_zero),
         inputs=None,
+        checks={},
         result=None,
         pixels=None,
     )

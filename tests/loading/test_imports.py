@@ -22,6 +22,7 @@ THIRD_PARTY = {
     "pydantic", "pydantic_core", "annotated_types", "typing_inspection",
     "tokenizers", "PIL", "prometheus_client",
     "starlette", "anyio", "sniffio", "idna",
+    "uvicorn", "h11", "click", "watchfiles",  # of Truss, which has imported them before the model
     "python_multipart",  # of the gateway, not in a server image; starlette imports it if it is installed
     "model",
 }  # fmt: skip
