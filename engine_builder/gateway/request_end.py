@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable
+from functools import partial
 from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -31,26 +32,31 @@ async def unless_disconnected(http: Request, work: Awaitable[T]) -> T:
 async def until_shutdown(http: Request, events: AsyncIterator[T]) -> AsyncIterator[T]:
     """Yield the events of a server. Raises ApiError when the grace period of a shutdown is over."""
 
-    async def take() -> T:
-        return await anext(events)
-
+    loop = asyncio.get_running_loop()
     ending = asyncio.create_task(wait_for_shutdown(http))
     try:
         while True:
-            taking = asyncio.create_task(take())
-            try:
-                await asyncio.wait((taking, ending), return_when=asyncio.FIRST_COMPLETED)
-                if not taking.done():
-                    raise stopping(ending.result())
-                event = taking.result()
-            except StopAsyncIteration:
-                return
-            finally:
-                taking.cancel()
-                await asyncio.gather(taking, return_exceptions=True)
+            # In this task: a task of its own would still run when a client leaves and the events are closed.
+            async with asyncio.timeout(None) as limit:
+                end = partial(_end_at_once, limit, loop)
+                ending.add_done_callback(end)
+                try:
+                    event = await anext(events)
+                except StopAsyncIteration:
+                    return
+                finally:
+                    ending.remove_done_callback(end)
             yield event
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise stopping(ending.result()) from None
     finally:
         ending.cancel()
+
+
+def _end_at_once(limit: asyncio.Timeout, loop: asyncio.AbstractEventLoop, _: object) -> None:
+    limit.reschedule(loop.time())
 
 
 def stopping(error: PreheatError) -> ApiError:
