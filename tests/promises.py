@@ -1,9 +1,7 @@
 """The promises of the README, and the tests that fail when one of them is broken.
 
-`tests/test_architecture.py` compares the promises with the README, and looks for the tests.
+`tests/test_promises.py` compares the promises with the README, and looks for the tests.
 """
-
-from collections.abc import Iterable
 
 Tests = dict[str, tuple[str, ...]]
 """Promise -> tests, as pytest names them."""
@@ -217,15 +215,3 @@ CHECKS: Tests = {
     ),
 }
 """By the first two words of each point of "What is checked"."""
-
-
-def list_promises(promises: Tests) -> Iterable[str]:
-    """Yield the lines of a Markdown table: each promise with its tests, linked to their files."""
-    yield "| promise | tests |"
-    yield "|---|---|"
-    for promise, tests in promises.items():
-        links = []
-        for test in tests:
-            path, _, name = test.partition("::")
-            links.append(f"[`{name}`](../{path})")
-        yield f"| {promise} | {', '.join(links)} |"
