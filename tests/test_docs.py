@@ -22,7 +22,15 @@ import yaml
 
 from engine_builder.commands.main import app
 from engine_builder.docs_pages import request_reference
+from model.api.body_limit import MAX_BODY_BYTES, MAX_TOTAL_BODY_BYTES
+from model.api.body_scan import MAX_TEXT_BYTES
+from model.api.fair_queue import MAX_WAITING
+from model.api.service import HEARTBEAT_SECONDS, STATUS
+from model.images.containers import MAX_JPEG_SCAN_PIXELS, MAX_JPEG_SCANS
+from model.images.inputs import MAX_FILE_BYTES, MAX_INPUT_PIXELS, MAX_INPUT_SIDE, MAX_REQUEST_PIXELS
+from model.images.postprocess import RING_WIDTH
 from model.settings import Limits, Settings
+from model.validation import MAX_PROMPT_WEIGHT
 from tests.support.metrics import declared_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -112,9 +120,30 @@ def test_named_command_has_its_options(page: Path) -> None:
 
 
 def test_request_reference_is_current() -> None:
-    assert request_reference.PAGE.read_text() == request_reference.page(), (
+    text = request_reference.PAGE.read_text()
+    assert text == request_reference.page(text), (
         "docs/requests.md differs from the schema. Run `python -m engine_builder.docs_pages.request_reference`."
     )
+    assert text.count("<!-- table: ") == text.count("<!-- end -->") == 10
+
+
+def test_request_reference_has_every_status_and_limit() -> None:
+    text = request_reference.PAGE.read_text()
+    rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", text[text.index("## Status codes") :], re.MULTILINE)
+    assert sorted((int(status), kind) for status, kind in rows) == sorted([*STATUS.values(), (500, "failed")])
+    words = " ".join(text.split())
+    for limit in (
+        f"more than {MAX_FILE_BYTES // 2**20} MiB, {MAX_INPUT_PIXELS // 10**6} megapixels or {MAX_INPUT_SIDE:,} pixels",
+        f"may have {MAX_REQUEST_PIXELS // 10**6} megapixels together",
+        f"more than {MAX_JPEG_SCANS} scans is refused, and one of more than {MAX_JPEG_SCAN_PIXELS // 10**6} megapixels",
+        f"at most {RING_WIDTH} pixels from one",
+        f"beyond -{MAX_PROMPT_WEIGHT} to {MAX_PROMPT_WEIGHT}",
+        f"more than {MAX_TEXT_BYTES // 2**20} MiB of JSON besides base64",
+        f"more than {MAX_BODY_BYTES // 2**20} MiB. It is not parsed",
+        f"exceed {MAX_TOTAL_BODY_BYTES // 2**20} MiB, or {MAX_WAITING} requests wait",
+        f"after {HEARTBEAT_SECONDS:g} s without another event",
+    ):
+        assert limit in words
 
 
 def test_stream_events_are_those_of_the_service() -> None:
