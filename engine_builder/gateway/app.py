@@ -8,11 +8,10 @@ import json
 import logging
 import re
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -21,7 +20,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -34,30 +33,19 @@ from engine_builder.gateway.errors import ApiError, refused
 from engine_builder.gateway.history import MAX_LISTED, History, answer_of
 from engine_builder.gateway.keys import ApiKey, Keys
 from engine_builder.gateway.openai_requests import Files, ImageCall
+from engine_builder.gateway.page_routes import page_routes
 from engine_builder.gateway.recording import recorded
-from engine_builder.gateway.request_end import stopping, unless_disconnected, until_shutdown
+from engine_builder.gateway.request_end import ClosingStream, stopping, unless_disconnected, until_shutdown
 from model.api.body_limit import CLIENT, BodyLimit, BodyLimits
 from model.api.fair_queue import PreparationQueues
 from model.api.request import GenerationRequest
 from model.api.shutdown import GracefulShutdown
 from model.errors import BodyTooLarge, BodyTooSlow, Overloaded, PreheatError, RequestRefused, Unavailable
 
-PAGE = Path(__file__).with_name("page")
 _KEY_SHARE = 0.5  # of the memory for bodies that other keys leave
 _LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 _REQUEST_ID_KEY = "preheat.request_id"  # of an ASGI scope
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
-_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-_PAGE_HEADERS = {
-    "Content-Security-Policy": _POLICY,
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-}
-_PAGE_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _BODY_ERRORS: dict[type[PreheatError], tuple[int, str]] = {
     RequestRefused: (400, "refused"),
     BodyTooSlow: (408, "too_slow"),
@@ -65,7 +53,6 @@ _BODY_ERRORS: dict[type[PreheatError], tuple[int, str]] = {
     Overloaded: (429, "overloaded"),
 }
 logger = logging.getLogger("preheat.gateway")
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class Gateway:
@@ -105,7 +92,7 @@ class Gateway:
             Route("/v1/history", self.clear_history, methods=["DELETE"]),
             Route("/health", self.health),
             Route("/metrics", self.metrics),
-            *(Route("/" if path.name == "index.html" else f"/{path.name}", _page(path)) for path in _page_files()),
+            *page_routes(),
         ]
         limits = BodyLimits(share=_KEY_SHARE if self._keys.required else 1.0, has_forms=True)
         middleware = [Middleware(BodyLimit, refuse=refuse_body, limits=limits)]
@@ -298,21 +285,6 @@ class Gateway:
         return key
 
 
-class ClosingStream(StreamingResponse):
-    """A stream that ends its request also if the client leaves before its first byte is sent."""
-
-    def __init__(self, content: AsyncIterator[str], stack: AsyncExitStack, **options: Any) -> None:
-        super().__init__(content, **options)
-        self._stack = stack
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream."""
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            await self._stack.aclose()
-
-
 class LocalOnly:
     """ASGI middleware that refuses requests of web pages of other sites: another Host or Origin than this machine."""
 
@@ -407,14 +379,3 @@ def _request_id(scope: Scope) -> str:
         scope[_REQUEST_ID_KEY] = value if _REQUEST_ID.fullmatch(value) else uuid.uuid4().hex
     found: str = scope[_REQUEST_ID_KEY]
     return found
-
-
-def _page_files() -> list[Path]:
-    return sorted(path for path in PAGE.iterdir() if path.suffix in _PAGE_TYPES)
-
-
-def _page(path: Path) -> Endpoint:
-    async def serve(_: Request) -> Response:
-        return FileResponse(path, media_type=_PAGE_TYPES[path.suffix], headers=_PAGE_HEADERS)
-
-    return serve

@@ -2,10 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable
+from contextlib import AsyncExitStack
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from engine_builder.gateway.errors import ApiError
 from model.api.shutdown import RETRY_SECONDS, wait_for_end, wait_for_shutdown
@@ -57,6 +60,21 @@ async def until_shutdown(http: Request, events: AsyncIterator[T]) -> AsyncIterat
 
 def _end_at_once(limit: asyncio.Timeout, loop: asyncio.AbstractEventLoop, _: object) -> None:
     limit.reschedule(loop.time())
+
+
+class ClosingStream(StreamingResponse):
+    """A stream that ends its request also if the client leaves before its first byte is sent."""
+
+    def __init__(self, content: AsyncIterator[str], stack: AsyncExitStack, **options: Any) -> None:
+        super().__init__(content, **options)
+        self._stack = stack
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._stack.aclose()
 
 
 def stopping(error: PreheatError) -> ApiError:
