@@ -25,6 +25,7 @@ from engine_builder.commands.console import (
 )
 from engine_builder.commands.store import run_publish
 from engine_builder.error_text import cause_of
+from engine_builder.listening import listen
 from engine_builder.local_server import demo
 from model.errors import PreheatError
 
@@ -62,7 +63,8 @@ def playground(
     model: Annotated[Path, typer.Option(help="Folder of the model.")] = ROOT / "data" / "tiny-sdxl",
 ) -> None:
     """Build and publish the demo model, start its server, and serve the playground page until interrupted."""
-    _import_serve().listen("127.0.0.1", port).close()  # before the build, which takes minutes
+    # Before the build, which takes minutes.
+    listen("127.0.0.1", port, _import_serve().GatewayConfigError).close()
     opened_store = open_cli_store(store)
     manifest = run_publish(opened_store, run_build(opened_store, parse_plan(str(model), with_refiner=False)).model)
     with demo.serving(ROOT, DEMO_CONFIG, SERVERS, opened_store.url, manifest.name) as server:

@@ -25,7 +25,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine_builder.gateway import metrics, openai_answers, openai_requests
-from engine_builder.gateway.backend import PREDICT_PATH
 from engine_builder.gateway.backend_answers import Event
 from engine_builder.gateway.backends import Accepted, Backends
 from engine_builder.gateway.bodies import Bodies
@@ -36,6 +35,7 @@ from engine_builder.gateway.openai_requests import Files, ImageCall
 from engine_builder.gateway.page_routes import page_routes
 from engine_builder.gateway.recording import recorded
 from engine_builder.gateway.request_end import ClosingStream, stopping, unless_disconnected, until_shutdown
+from engine_builder.local_server.endpoint import PREDICT_PATH
 from model.api.body_limit import CLIENT, BodyLimit, BodyLimits
 from model.api.fair_queue import PreparationQueues
 from model.api.request import GenerationRequest

@@ -11,13 +11,12 @@ import httpx
 
 from engine_builder.gateway.backend_answers import Event
 from engine_builder.gateway.errors import GatewayConfigError
+from engine_builder.local_server.endpoint import LOOPBACK, PREDICT_PATH
 
 KEY_VARIABLE = "PREHEAT_BACKEND_API_KEY"
-PREDICT_PATH = "/v1/models/model:predict"
 DOWN_SECONDS = 5.0  # a server that failed is the last choice for this long
 DESCRIPTION_SECONDS = 60.0  # a description is read again after this time
 _DESCRIPTION_WAIT_SECONDS = 5.0  # a request that others may answer waits so long for a server's description
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(eq=False)
@@ -82,7 +81,7 @@ def parse_backend(url: str, variables: Mapping[str, str] = os.environ) -> Backen
         raise GatewayConfigError(f"{url!r} is not the URL of a server.", remedy)
     if port == 0 or not url.isascii() or not url.isprintable() or " " in url:
         raise GatewayConfigError(f"{url!r} is not the URL of a server.", remedy)
-    is_loopback = parts.hostname in _LOOPBACK
+    is_loopback = parts.hostname in LOOPBACK
     if not parts.path.rstrip("/").endswith("/predict"):
         base = url.rstrip("/")
         return Backend(url, base + PREDICT_PATH, f"{base}/v1/models/model", {}, is_loopback)

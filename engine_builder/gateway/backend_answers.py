@@ -155,7 +155,7 @@ def parse_description(data: bytes) -> Event:
 
 
 def max_line_bytes(request: Event, description: Event) -> int:
-    """Return the most bytes of a line in the answer to a request: those of its image, and a margin for texts."""
+    """Return the most bytes of a line in the answer to a request: the bytes of an image, and a margin for texts."""
     if "width" in request and "height" in request:
         pixels: int = request["width"] * request["height"]
     else:

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class Bodies:
-    """Reads bodies. Those of clients are parsed in turns, and small ones apart from large ones."""
+    """Reads bodies. Clients take turns in parsing, and small bodies do not wait for large ones."""
 
     def __init__(self) -> None:
         self._queues = PreparationQueues()

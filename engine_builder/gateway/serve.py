@@ -1,6 +1,5 @@
 """Run the gateway's application with uvicorn."""
 
-import errno
 import resource
 import signal
 import socket
@@ -15,12 +14,12 @@ from engine_builder.gateway.backends import Backends
 from engine_builder.gateway.errors import GatewayConfigError
 from engine_builder.gateway.history import History
 from engine_builder.gateway.keys import Keys, read_keys
+from engine_builder.listening import listen
 from model.api.connections import BoundedConnection
 from model.api.shutdown import GracefulShutdown
 from model.errors import PreheatError
 from model.settings import read_settings
 
-_BACKLOG = 2048  # connections; uvicorn's default
 _EXIT_SECONDS = 5  # after the grace period, for connections that are still open
 
 
@@ -44,7 +43,7 @@ def prepare(
             f"Without keys the gateway listens on 127.0.0.1 only, not on {host[:80]!r}.", "Give it keys: --key-file."
         )
     servers = Backends(parsed)
-    listener = listen(host, port)
+    listener = listen(host, port, GatewayConfigError)
     try:
         history = None if history_file is None else History(history_file)
     except PreheatError:
@@ -75,22 +74,3 @@ def run(prepared: Prepared) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     prepared.server.run(sockets=[prepared.listener])
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on a port. Raises GatewayConfigError."""
-    try:
-        (family, _, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        listener = socket.socket(family)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(_BACKLOG)
-        except OSError:
-            listener.close()
-            raise
-    except (OSError, UnicodeError) as error:
-        taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-        fact = "is taken" if taken else f"cannot be used: {getattr(error, 'strerror', None) or error}"
-        raise GatewayConfigError(f"Port {port} of {host[:80]!r} {fact}.", "Choose another one with --port.") from error
-    return listener

@@ -10,8 +10,9 @@ from pathlib import Path
 import httpx
 
 from engine_builder.error_text import cause_of
+from engine_builder.listening import listen
 from engine_builder.local_server.client import CallFailed
-from engine_builder.local_server.server import Server, build_context, check_config, lay_out, listen
+from engine_builder.local_server.server import Server, ServerFailed, build_context, check_config, lay_out
 from engine_builder.local_server.server_folder import server_folder
 
 
@@ -31,7 +32,7 @@ def serving(
     copied to the file `kept_log`, and the folder is deleted. Raises ConfigError, ServerFailed or FolderFailed.
     """
     check_config(config)  # before the folder is made, so that a refused config leaves none
-    listen(port or 0).close()  # a port that is taken is refused at once
+    listen("127.0.0.1", port or 0, ServerFailed).close()  # a port that is taken is refused at once
     with server_folder(work) as folder:
         layout = lay_out(build_context(root, config, folder.path), folder.path / "image")
         environment = {"PREHEAT_STORE": store, "PREHEAT_RELEASE": release}

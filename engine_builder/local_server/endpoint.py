@@ -15,7 +15,7 @@ KEY_VARIABLE = "PREHEAT_API_KEY"
 BASETEN_KEY_VARIABLE = "BASETEN_API_KEY"
 PREDICT_PATH = "/v1/models/model:predict"
 _DEPLOYED_EXAMPLE = "https://model-ID.api.baseten.co/environments/production/predict"
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 
@@ -55,9 +55,9 @@ class Endpoint:
 def parse_endpoint(url: str, api_key: str | None = None, variables: Mapping[str, str] = os.environ) -> Endpoint:
     """Return the endpoint of a URL. Raises BadEndpoint.
 
-    A URL is that of a server or gateway without a path (or with OpenAI's /v1), or the whole URL of a `predict`. Without
-    a scheme it is http, for Baseten https. The key is `api_key`, else that of BASETEN_API_KEY for Baseten's hosts, else
-    that of PREHEAT_API_KEY.
+    A URL names a server or gateway without a path (or with OpenAI's /v1), or is the whole URL of a `predict`. Without a
+    scheme it is http, for Baseten https. The key is `api_key`, else BASETEN_API_KEY for Baseten's hosts, else
+    PREHEAT_API_KEY.
     """
     text = url.strip()
     parts = _split(text if _SCHEME.match(text) else f"http://{text.removeprefix('//')}", url)
@@ -78,7 +78,7 @@ def parse_endpoint(url: str, api_key: str | None = None, variables: Mapping[str,
     key = _find_key(api_key, is_baseten, variables)
     if is_baseten and not key:
         raise BadEndpoint(f"{host} needs an API key.", f"Set the variable {BASETEN_KEY_VARIABLE}.")
-    return Endpoint(text, parts.geturl(), host in _LOOPBACK, is_deployed, key)
+    return Endpoint(text, parts.geturl(), host in LOOPBACK, is_deployed, key)
 
 
 def _split(text: str, given: str) -> SplitResult:

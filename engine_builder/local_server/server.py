@@ -6,13 +6,11 @@ import only modules that reach the image: `import engine_builder` fails, as in p
 127.0.0.1 only. It ends with `stop`, or with the process that started it. For Linux only.
 """
 
-import errno
 import json
 import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tarfile
@@ -27,6 +25,7 @@ from typing import Any, Self
 
 import httpx
 
+from engine_builder.listening import listen
 from engine_builder.local_server.server_log import ServerLog
 from engine_builder.truss_config import read_truss_config
 from model.errors import ConfigError, PreheatError
@@ -40,7 +39,6 @@ _PASSED_VARIABLES = re.compile(
 _POLL_SECONDS = 0.05
 _EXIT_SECONDS = 10.0  # after the grace period, for the answers and the end of the process
 _ERROR_LOG_LINES = 8
-_BACKLOG = 2048  # connections; uvicorn's default
 _LAUNCHER = Path(__file__).with_name("launcher.py")
 
 
@@ -162,7 +160,7 @@ class Server:
         if self._process is not None:
             raise ServerFailed("The server was started already.", "Stop it first.")
         # The process inherits the listening socket, so no other server can take the port meanwhile.
-        with listen(self.port) as listener:
+        with listen("127.0.0.1", self.port, ServerFailed) as listener:
             self.port = listener.getsockname()[1]
             self._start(listener.fileno())
         return self
@@ -307,21 +305,6 @@ def _import_path(layout: Layout) -> str:
     """Return the server's sys.path: the image's folders, and this interpreter's without this repository."""
     entries = [os.path.abspath(entry) for entry in sys.path if not (Path(entry) / "engine_builder").is_dir()]
     return os.pathsep.join([str(layout.app), *entries, str(layout.packages)])
-
-
-def listen(port: int) -> socket.socket:
-    """Listen on a port of 127.0.0.1, or on any free one for 0. Raises ServerFailed."""
-    listener = socket.socket()
-    try:
-        # As uvicorn sets it: the port of an ended server can be used again at once.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", port))
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        fact = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror or error}"
-        raise ServerFailed(f"Port {port} of 127.0.0.1 {fact}.", "Choose another one with --port.") from error
-    return listener
 
 
 def _describe_exit(exit_code: int) -> str:

@@ -60,7 +60,7 @@ class Container:
     depth: int = 8
     """Bits of each stored level or palette index."""
     scans: int = 1
-    """Passes of the decoder over all pixels: those of a JPEG."""
+    """Passes of the decoder over all pixels; only a JPEG has more than one."""
 
 
 def detect_format(file: bytes) -> InputFormat | None:

@@ -21,7 +21,7 @@ _PLACES = {
     LATENTS: "during denoising, before the VAE decoder",
     PIXELS: "in the VAE decoder",
 }
-_LARGEST_LATENT = 100.0  # those of trained models are below 30. Larger ones overflow in any VAE decoder in fp16
+_LARGEST_LATENT = 100.0  # trained models stay below 30. Larger latents overflow in any VAE decoder in fp16
 _LARGEST_WEIGHT, _LARGEST_GUIDANCE = 1.5, 15.0  # up to these, a model that overflows is the cause
 _FROM_MODEL = (
     "The text encoders or the UNet overflowed: build the model in a precision with a larger range (`preheat build "

@@ -57,7 +57,7 @@ class PoolJob:
         return self.missing
 
     def plan(self, steps: int) -> None:
-        """Set the steps by those of the given images, and end the wait for them. Later calls do nothing."""
+        """Set the request's steps from `steps`, of the images that a worker was given. Later calls change nothing."""
         self.steps = self.steps or steps * self.params.num_images // self._given
         with suppress(InvalidStateError):
             self.planned.set_result(None)

@@ -1,0 +1,28 @@
+"""Opening the port of a server that runs on this machine."""
+
+import errno
+import socket
+
+from model.errors import PreheatError
+
+_BACKLOG = 2048  # connections; uvicorn's default
+
+
+def listen(host: str, port: int, failure: type[PreheatError]) -> socket.socket:
+    """Return a socket that listens on a port, for 0 on a free one. Raises `failure`, for example if it is taken."""
+    try:
+        (family, _, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        listener = socket.socket(family)
+        try:
+            # As uvicorn sets it: the port of an ended server can be used again at once.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(_BACKLOG)
+        except OSError:
+            listener.close()
+            raise
+    except (OSError, UnicodeError) as error:
+        is_taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        fact = "is taken" if is_taken else f"cannot be used: {getattr(error, 'strerror', None) or error}"
+        raise failure(f"Port {port} of {host[:80]} {fact}.", "Choose another one with --port.") from error
+    return listener
