@@ -11,7 +11,6 @@ import math
 import signal
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from types import FrameType
 
 from starlette.requests import Request
@@ -55,7 +54,6 @@ class GracefulShutdown:
             if scope["type"] != "http" or scope["method"] in _READING:
                 await application(scope, receive, send)
             elif self.has_begun:
-                await _discard_body(receive)
                 await self._refuse(scope, Unavailable(_STOPPING))(scope, receive, send)
             else:
                 self._take_signals()
@@ -149,11 +147,3 @@ async def wait_for_shutdown(http: Request) -> PreheatError:
     shutdown: GracefulShutdown | None = http.scope.get(_KEY)
     await (asyncio.Event() if shutdown is None else shutdown.grace_over).wait()
     return Unavailable(_STOPPING)
-
-
-async def _discard_body(receive: Receive) -> None:
-    """Read a body for some seconds: if it arrives completely, the connection can be used for further requests."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(_BODY_SECONDS):
-            while (await receive()).get("more_body"):
-                pass
