@@ -188,7 +188,7 @@ def request_progress(endpoint: Endpoint, previews: Path | None = None) -> Iterat
     is_terminal = progress_console.is_terminal
     shown: set[str] = set()
 
-    def tell(sentence: str) -> None:
+    def show_state(sentence: str) -> None:
         if is_terminal:
             bar.update(task, description=plain(sentence))
         elif sentence not in shown:
@@ -199,9 +199,9 @@ def request_progress(endpoint: Endpoint, previews: Path | None = None) -> Iterat
         later.cancel()
         kind = event["event"]
         if kind == "starting":
-            tell(f"The model is starting, so the request is repeated ({event['reason']})")
+            show_state(f"The model is starting, so the request is repeated ({event['reason']})")
         elif kind in ("accepted", "heartbeat") and is_terminal:
-            tell(f"Waiting behind {event['ahead']} images" if event["ahead"] else "Waiting")
+            show_state(f"Waiting behind {event['ahead']} images" if event["ahead"] else "Waiting")
             bar.update(task, total=event.get("steps"))
         elif kind == "step":
             done = max(event["step"], int(bar.tasks[0].completed))
@@ -209,7 +209,7 @@ def request_progress(endpoint: Endpoint, previews: Path | None = None) -> Iterat
             if previews is not None and "preview" in event:
                 write_file(previews, base64.b64decode(event["preview"], validate=True))
                 if not is_terminal:
-                    tell(f"Step {event['step']} of {event['steps']}: {previews}")
+                    show_state(f"Step {event['step']} of {event['steps']}: {previews}")
 
     with notify_later(waiting) as later, steps_bar(transient=True, disable=not is_terminal) as bar:
         task = bar.add_task(plain(waiting), total=None)

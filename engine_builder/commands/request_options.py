@@ -1,6 +1,6 @@
 """The options of `preheat generate` that are fields of a request, in one table.
 
-`generate` has an own parameter for each field that is read from files or that is part of a list: see `OTHER_OPTIONS`.
+`generate` itself has a parameter for each field that is read from files or that is part of a list: see `OTHER_OPTIONS`.
 """
 
 import inspect

@@ -1,4 +1,4 @@
-"""What a backend may send: events, descriptions and refusals, checked once, so that everything after relies on it.
+"""Check events, descriptions and refusals of a backend once, so that all other code can rely on them.
 
 A backend may be broken, or something else may answer in its place, such as a proxy. `InvalidAnswer` states what is
 wrong with an answer. Fields that no table here names are passed on, as newer servers may have more.

@@ -2,7 +2,7 @@
 
 A body of a few megabytes can hold millions of values, and a parser that builds them holds the interpreter lock for
 seconds. A request of Preheat has few values: its size is the base64 of its images. So a JSON body may have 1 MiB apart
-from long runs of base64, and a msgpack body a number of values. Each scan takes a few nanoseconds a byte.
+from long runs of base64, and a msgpack body a number of values.
 """
 
 import re
