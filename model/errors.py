@@ -1,7 +1,5 @@
 """Errors that people can meet. The message states a fact and its cause, `remedy` the fix."""
 
-from __future__ import annotations
-
 from typing import Any
 
 REBUILD = "Build and publish the release again (`preheat build`, `preheat publish`)."

@@ -146,36 +146,5 @@ print({{"torch", "numpy"}} & set(sys.modules))
     assert ran.stdout.splitlines() == ["set()", "{'numpy'}"]  # the second line shows that imports are noticed
 
 
-def too_new_for_python_3_9(source: str) -> str:
-    """Return why Python 3.9 cannot import a module, or "". Annotations may be newer if they are not evaluated."""
-    try:
-        tree = ast.parse(source, feature_version=(3, 9))
-    except SyntaxError as error:
-        return str(error)
-    deferred = any(isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in tree.body)
-    return "" if deferred else "its annotations are evaluated"
-
-
-def test_calls_of_tensorrt_run_on_python_3_9(graph: Graph) -> None:
-    """The bindings of TensorRT 8.6 end with Python 3.10, and its benchmark runs on Python 3.9."""
-    names, files = {"engine_builder.benchmarks.tensorrt_8.worker"}, modules("model", "engine_builder")
-    while more := {imported for name in names for imported in graph[name]} - names:
-        names |= more
-    assert {"model.engines.tensorrt.execution", "model.errors"} <= names and len(names) < 6
-    assert {name: reason for name in names if (reason := too_new_for_python_3_9(files[name].read_text()))} == {}
-
-
-@pytest.mark.parametrize(
-    ("source", "reason"),
-    [
-        ("def f(x: int | None) -> None: ...", "its annotations are evaluated"),
-        ("from __future__ import annotations\nmatch 1:\n    case _: pass\n", "only supported in Python 3.10"),
-    ],
-    ids=["annotation", "match"],
-)
-def test_finds_what_python_3_9_lacks(source: str, reason: str) -> None:
-    assert reason in too_new_for_python_3_9(source)
-
-
 def test_new_component_and_stage_take_under_sixty_lines() -> None:
     assert len((ROOT / "tests" / "test_extension.py").read_text().splitlines()) < 60

@@ -7,7 +7,6 @@ where it is installed. tests/builder/test_tensorrt_rtx.py runs the real TensorRT
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ import torch
 from model.engines.engine import EngineSet
 from model.engines.tensorrt import libraries
 from model.engines.tensorrt.engine import TensorRTEngine, TensorRTPlan, Workspace, named_tensors
-from model.engines.tensorrt.execution import Execution, Plan, PlanError, RawTensor, capture
+from model.engines.tensorrt.execution import Execution, Plan, PlanError, RawTensor
 from model.engines.tensorrt.libraries import (
     LIBRARIES,
     TENSORRT,
@@ -33,7 +32,6 @@ from model.store.manifest import Bucket, Signature, Span, TensorSpec
 from tests.support.fake_tensorrt import (
     RTX_VERSION,
     VERSION,
-    VERSION_8,
     Fake,
     FakeCuda,
     install_distribution,
@@ -383,10 +381,8 @@ def test_refuses_a_plan_of_another_rtx_by_name() -> None:
 # -- raw addresses ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", [VERSION, VERSION_8], ids=["TensorRT 11", "TensorRT 8"])
-def test_same_calls_run_on_both_versions(version: str) -> None:
+def test_runs_on_raw_addresses(fake: Fake) -> None:
     """Without torch.cuda: streams are handles, and tensors are addresses in the host's memory."""
-    fake = Fake(version)
     plan = Plan(fake.module, b"plan", "unet")
     plan.check_tensors({"x": "float32"}, {"y": "float32"})
     assert plan.output_dtypes() == {"y": "float32"}
@@ -403,9 +399,8 @@ def test_same_calls_run_on_both_versions(version: str) -> None:
     execution.enqueue(5)
     torch.testing.assert_close(y, expected_output(x))
     assert fake.calls_of("device_memory")[0][1] == memory.data_ptr()
-    is_8 = version == VERSION_8
-    assert [location for _, _, location in fake.calls_of("set_weights")] == ["host" if is_8 else "DEVICE"] * 2
-    assert fake.calls_of("refit") == [("refit", "no stream" if is_8 else 5)]
+    assert [location for _, _, location in fake.calls_of("set_weights")] == ["DEVICE"] * 2
+    assert fake.calls_of("refit") == [("refit", 5)]
 
 
 def test_capture_needs_a_shape_that_has_run(fake: Fake) -> None:
@@ -420,57 +415,6 @@ def test_capture_needs_a_shape_that_has_run(fake: Fake) -> None:
         execution.enqueue(7)
         execution.enqueue(7, is_capturing=True)
     assert len(fake.calls_of("execute")) == 4
-
-
-class FakeGraphs:
-    """CUDA graphs as `cuda.bindings.runtime` has them. Each call returns (error, values)."""
-
-    cudaError_t = SimpleNamespace(cudaSuccess=0)
-    cudaStreamCaptureMode = SimpleNamespace(cudaStreamCaptureModeThreadLocal=1)
-
-    def __init__(self, failing: str = "") -> None:
-        self.calls: list[tuple[Any, ...]] = []
-        for name, value in {
-            "cudaStreamBeginCapture": (),
-            "cudaStreamEndCapture": ("graph",),
-            "cudaGraphInstantiate": ("executable",),
-            "cudaGraphLaunch": (),
-        }.items():
-            setattr(self, name, self._call(name, (1 if name == failing else 0, *value)))
-
-    def _call(self, name: str, result: tuple[Any, ...]) -> Callable[..., tuple[Any, ...]]:
-        return lambda *arguments: self.calls.append((name, *arguments)) or result
-
-
-def test_captures_work_and_replays_it() -> None:
-    runtime = FakeGraphs()
-    replay = capture(runtime, 5, lambda: runtime.calls.append(("work",)))
-    assert runtime.calls == [
-        ("cudaStreamBeginCapture", 5, 1),
-        ("work",),
-        ("cudaStreamEndCapture", 5),
-        ("cudaGraphInstantiate", "graph", 0),
-    ]
-    replay()
-    assert runtime.calls[-1] == ("cudaGraphLaunch", "executable", 5)
-
-
-@pytest.mark.parametrize("call", ["cudaStreamBeginCapture", "cudaStreamEndCapture", "cudaGraphInstantiate"])
-def test_refused_capture_is_an_error(call: str) -> None:
-    with pytest.raises(EngineError, match="CUDA refused a call: 1"):
-        capture(FakeGraphs(call), 5, lambda: None)
-
-
-def test_failed_work_ends_its_capture() -> None:
-    """The stream would stay in capture mode otherwise."""
-    runtime = FakeGraphs()
-
-    def fail() -> None:
-        raise EngineError("refused", "")
-
-    with pytest.raises(EngineError, match="refused"):
-        capture(runtime, 5, fail)
-    assert [name for name, *_ in runtime.calls] == ["cudaStreamBeginCapture", "cudaStreamEndCapture"]
 
 
 def raw(tensor: torch.Tensor) -> RawTensor:

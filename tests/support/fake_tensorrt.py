@@ -1,6 +1,6 @@
 """A fake module of TensorRT that records every call, with an engine that computes y = x * w + b from raw addresses.
 
-It has the interface of TensorRT 11, TensorRT 8 or TensorRT-RTX. It shows that Preheat calls the library in the right
+It has the interface of TensorRT 11 or TensorRT-RTX. It shows that Preheat calls the library in the right
 order and with the right addresses, and how it handles refusals. It shows nothing about the library itself. All memory
 is the CPU's.
 """
@@ -21,7 +21,6 @@ from model.engines.tensorrt import engine as tensorrt_engine
 from model.engines.tensorrt.libraries import TENSORRT, Library
 
 VERSION = "11.4.0.106"
-VERSION_8 = "8.6.0"
 RTX_VERSION = "1.7.1.116"
 
 
@@ -48,9 +47,7 @@ class Fake:
         self.invalid: list[str] | None = None
         self.module = _module(self)
         self.module.__version__ = version
-        if version == VERSION_8:
-            _make_version_8(self, self.module)
-        elif version == RTX_VERSION:
+        if version == RTX_VERSION:
             _make_rtx(self, self.module)
 
     def calls_of(self, *names: str) -> list[tuple[Any, ...]]:
@@ -178,42 +175,6 @@ def _module(fake: Fake) -> ModuleType:
     }.items():
         setattr(module, name, SimpleNamespace(**{member: member for member in members.split()}))
     return module
-
-
-def _make_version_8(fake: Fake, module: Any) -> None:
-    """Replace the calls that TensorRT 8 lacks by those that it has instead."""
-
-    class Refitter(module.Refitter):
-        get_weights_prototype = release_refit_resources = refit_cuda_engine_async = property()
-
-        def set_named_weights(self, name: str, weights: Any) -> bool:
-            accepted: bool = super().set_named_weights(name, weights, "host")
-            return accepted
-
-        def refit_cuda_engine(self) -> bool:
-            refitted: bool = super().refit_cuda_engine_async("no stream")
-            return refitted
-
-    class Context(module.IExecutionContext):
-        set_device_memory = property()
-        device_memory = property(None, lambda self, address: fake.record("device_memory", address))
-
-    class Engine(module.ICudaEngine):
-        create_execution_context = get_device_memory_size_for_profile_v2 = property()
-
-        @property
-        def device_memory_size(self) -> int:
-            return max(fake.profiles)
-
-        def create_execution_context_without_device_memory(self) -> Any:
-            return Context(self) if super().create_execution_context(None) else None
-
-    class Runtime(module.Runtime):
-        def deserialize_cuda_engine(self, data: bytes) -> Any:
-            return Engine() if super().deserialize_cuda_engine(data) else None
-
-    module.Refitter, module.IExecutionContext, module.ICudaEngine, module.Runtime = Refitter, Context, Engine, Runtime
-    del module.TensorLocation, module.ExecutionContextAllocationStrategy
 
 
 def _make_rtx(fake: Fake, module: Any) -> None:

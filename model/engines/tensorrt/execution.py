@@ -1,11 +1,8 @@
 """The calls to TensorRT that open, refit and run a plan. Tensors are raw addresses, streams are raw handles.
 
-This module imports neither torch nor TensorRT and runs on Python 3.9: it takes the module of the library. So the same
-calls run on every version: TensorRT 8.6, 10.16 and 11.4, and TensorRT-RTX 1.7. All differences between the versions
-are here.
+This module imports neither torch nor TensorRT: it takes the module of the library. So the same calls run on TensorRT
+10.16 and 11.4, and on TensorRT-RTX 1.7. All differences between the versions are here.
 """
-
-from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
@@ -54,7 +51,7 @@ class RawTensor(NamedTuple):
         return total
 
 
-def make_logger(module: ModuleType) -> tensorrt.ILogger:
+def make_logger(module: ModuleType) -> "tensorrt.ILogger":
     """Return a logger that sends the library's messages to this process's log. Its `last_error` is the newest, or "".
 
     Errors are logged as warnings, because the caller raises an error with the same message.
@@ -81,7 +78,7 @@ def make_logger(module: ModuleType) -> tensorrt.ILogger:
     return Log()
 
 
-def last_error(log: tensorrt.ILogger) -> str:
+def last_error(log: "tensorrt.ILogger") -> str:
     """Return the first line of the library's newest error, for a message."""
     reported = str(getattr(log, "last_error", "")).strip().partition("\n")[0][:300]
     return reported.rstrip(".") or "no reason given"
@@ -90,7 +87,7 @@ def last_error(log: tensorrt.ILogger) -> str:
 class Plan:
     """A deserialized plan. A GPU must be present: without one the library ends the process."""
 
-    def __init__(self, module: ModuleType, data: Buffer, name: str, title: str = "TensorRT") -> None:
+    def __init__(self, module: ModuleType, data: "Buffer", name: str, title: str = "TensorRT") -> None:
         """Deserialize `data`, whose digest must have been verified. `name`: the component; both names are for messages.
 
         Raises PlanError if the plan is of another GPU or version, or damaged. TensorRT-RTX can report the reason from
@@ -149,13 +146,12 @@ class Plan:
         return {name: dtypes[engine.get_tensor_dtype(name)] for name in names if engine.get_tensor_mode(name) == mode}
 
     def refit(self, tensors: Mapping[str, RawTensor], stream: int, synchronize: Callable[[], None]) -> None:
-        """Copy tensors into the plan, by name, on `stream`. They are in device memory; for TensorRT 8, in the host's.
+        """Copy tensors into the plan, by name, on `stream`. They are in device memory.
 
         `synchronize` waits for the stream. Afterwards the tensors may be freed. Raises PlanError.
         """
         module = self.module
         refitter: Any = module.Refitter(self.engine, self.log)
-        location = [module.TensorLocation.DEVICE] if hasattr(module, "TensorLocation") else []
         # The parser adds names that the graph does not have. The plan may already hold such a tensor. If it does not,
         # get_missing_weights reports the name below.
         for name in refitter.get_all_weights():
@@ -163,21 +159,20 @@ class Plan:
             if tensor is None:
                 continue
             dtype = _data_type(module, tensor.dtype)
-            if hasattr(refitter, "get_weights_prototype"):  # TensorRT 8 checks the size alone, in set_named_weights
-                prototype = refitter.get_weights_prototype(name)
-                if prototype.dtype != dtype or prototype.size != tensor.elements:
-                    raise PlanError(
-                        f"The {self.name} plan needs {name} as {prototype.size} values of {prototype.dtype}, not "
-                        f"{tensor.dtype} {list(tensor.shape)}."
-                    )
+            prototype = refitter.get_weights_prototype(name)
+            if prototype.dtype != dtype or prototype.size != tensor.elements:
+                raise PlanError(
+                    f"The {self.name} plan needs {name} as {prototype.size} values of {prototype.dtype}, not "
+                    f"{tensor.dtype} {list(tensor.shape)}."
+                )
             weights = module.Weights(dtype, tensor.address, tensor.elements)
-            if not refitter.set_named_weights(name, weights, *location):
+            if not refitter.set_named_weights(name, weights, module.TensorLocation.DEVICE):
                 raise PlanError(f"The {self.name} plan refuses {name}: {self.last_error()}.")
         if missing := refitter.get_missing_weights():
             raise PlanError(
                 f"The {self.name} plan needs {len(missing)} weights that the release lacks, {missing[0]!r} first."
             )
-        refitted = refitter.refit_cuda_engine_async(stream) if location else refitter.refit_cuda_engine()
+        refitted = refitter.refit_cuda_engine_async(stream)
         synchronize()
         if not refitted:
             raise PlanError(f"The {self.name} engine cannot be refit: {self.last_error()}.")
@@ -185,7 +180,7 @@ class Plan:
             refitter.release_refit_resources()
 
 
-def _invalidity(module: ModuleType, runtime: Any, log: tensorrt.ILogger, data: Buffer) -> str:
+def _invalidity(module: ModuleType, runtime: Any, log: "tensorrt.ILogger", data: "Buffer") -> str:
     """Return why a plan's header does not fit this machine. Empty if it fits, or if the library cannot tell."""
     if not hasattr(runtime, "get_engine_validity"):
         return ""
@@ -243,7 +238,7 @@ class Execution:
             raise PlanError(
                 f"The {plan.name} plan has {plan.profiles} profiles, and its manifest entry names number {profile}."
             )
-        self.workspace_bytes = _workspace_bytes(plan.engine, profile)
+        self.workspace_bytes = int(plan.engine.get_device_memory_size_for_profile_v2(profile))
         context = _create_context(plan, runtime_cache)
         if context is None or not context.set_optimization_profile_async(profile, stream):
             raise EngineError(
@@ -257,10 +252,7 @@ class Execution:
 
     def set_workspace(self, address: int) -> None:
         """Use `workspace_bytes` of device memory at an aligned address. Call it before the first run."""
-        if hasattr(self._context, "set_device_memory"):
-            self._context.set_device_memory(address, self.workspace_bytes)
-        else:
-            self._context.device_memory = address  # TensorRT 8
+        self._context.set_device_memory(address, self.workspace_bytes)
 
     def set_shapes(self, inputs: Mapping[str, RawTensor]) -> None:
         """Set the shapes of the inputs. Raises EngineError."""
@@ -301,17 +293,9 @@ class Execution:
             raise EngineError(f"{plan.title} refused the {refused} of {plan.name}: {plan.last_error()}.", "")
 
 
-def _workspace_bytes(engine: Any, profile: int) -> int:
-    if hasattr(engine, "get_device_memory_size_for_profile_v2"):
-        return int(engine.get_device_memory_size_for_profile_v2(profile))
-    return int(engine.device_memory_size)  # TensorRT 8: the largest of all profiles
-
-
 def _create_context(plan: Plan, runtime_cache: RuntimeCache | None) -> Any:
     """Return an execution context whose workspace the caller provides, or None."""
     engine: Any = plan.engine
-    if not hasattr(plan.module, "ExecutionContextAllocationStrategy"):
-        return engine.create_execution_context_without_device_memory()  # TensorRT 8
     strategy = plan.module.ExecutionContextAllocationStrategy.USER_MANAGED
     if runtime_cache is None:
         return engine.create_execution_context(strategy)
@@ -322,35 +306,6 @@ def _create_context(plan: Plan, runtime_cache: RuntimeCache | None) -> Any:
     config.dynamic_shapes_kernel_specialization_strategy = plan.module.DynamicShapesKernelSpecializationStrategy.EAGER
     config.set_runtime_cache(runtime_cache.cache)
     return engine.create_execution_context(config)
-
-
-def capture(runtime: Any, stream: int, work: Callable[[], None]) -> Callable[[], None]:
-    """Capture the work that `work` queues on a stream in a CUDA graph, and return a function that replays it there.
-
-    `runtime`: cuda-python's module `cuda.bindings.runtime`. Raises EngineError. The denoising loops capture PyTorch's
-    operations too, so they use model/cuda/graphs.py.
-    """
-    check_cuda(
-        runtime, runtime.cudaStreamBeginCapture(stream, runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal)
-    )
-    try:
-        work()
-    finally:
-        graph = check_cuda(runtime, runtime.cudaStreamEndCapture(stream))
-    executable = check_cuda(runtime, runtime.cudaGraphInstantiate(graph, 0))
-
-    def replay() -> None:
-        check_cuda(runtime, runtime.cudaGraphLaunch(executable, stream))
-
-    return replay
-
-
-def check_cuda(runtime: Any, result: tuple[Any, ...]) -> Any:
-    """Return the value of a call of cuda-python, or None if it has none. Raises EngineError if the call failed."""
-    error, *values = result
-    if error != runtime.cudaError_t.cudaSuccess:
-        raise EngineError(f"CUDA refused a call: {error!s}.", "")
-    return values[0] if values else None
 
 
 class WorkspaceMemory:
