@@ -18,7 +18,6 @@ import triton
 from torch import Tensor, library
 from triton.backends.compiler import GPUTarget
 
-from engine_builder.benchmarks import fp8_attention_kernels
 from engine_builder.networks import fp8_conv_kernels, fp8_norm_kernels, int8_kernels, kernels, winograd_kernels
 from tests.builder.triton_runs.launches import Launch, intercept
 
@@ -30,8 +29,6 @@ shared_bytes: dict[str, dict[str, int]] = {}
 
 def type_of(value: object) -> str:
     """Return Triton's name of an argument's type."""
-    if isinstance(value, fp8_attention_kernels.TensorDescriptor):
-        return f"tensordesc<{TYPES[value.base.dtype].removeprefix('*')}{value.block_shape}>"
     return TYPES[value.dtype] if torch.is_tensor(value) else "i32"
 
 
@@ -63,9 +60,6 @@ def compile_kernel(launch: Launch) -> None:
         assert compiled.asm["cubin"]
         if launch.name == "_fp8_conv_kernel":  # products of E4M3 numbers, and loads that do not wait
             assert "e4m3.e4m3" in compiled.asm["ptx"] and "cp.async.cg" in compiled.asm["ptx"]
-        if launch.name == "_fp8_attention_kernel":  # both products are of E4M3 numbers
-            products = [line for line in compiled.asm["ptx"].splitlines() if "wgmma.mma_async" in line]
-            assert len(products) >= 2 and all("e4m3.e4m3" in line for line in products)
         if launch.name == "_norm_silu_e4m3_kernel":
             check_norm(compiled, constants)
         most = shared_bytes.setdefault(launch.name, {})
@@ -79,7 +73,7 @@ def targets(kernel: str) -> tuple[int, ...]:
         return (10 * major + minor,)
     if kernel == "_int8_linear_kernel":  # for GPUs without FP8
         return 80, 86, 89, 90
-    if kernel in ("_geglu_kernel", "_low_rank_linear_kernel", "_fp8_attention_kernel"):
+    if kernel in ("_geglu_kernel", "_low_rank_linear_kernel"):
         return (90,)  # GPUs with tensor memory accelerators
     return 89, 90
 
@@ -143,9 +137,4 @@ if __name__ == "__main__":
     for depth, width, bias in ((1280, 3840, None), (5120, 1280, fp16(1280)), (640, 5120, fp16(5120))):
         numbers = torch.zeros(4096, depth, dtype=torch.int8), torch.zeros(width, depth, dtype=torch.int8)
         int8_kernels.int8_linear(*numbers, torch.ones(width), bias, torch.float16)
-    numbers, descending = fp16(2, 10, 1024, 64).to(FP8), fp16(2, 10, 64, 1024).to(FP8)
-    for tiles in ((128, 128, 8, 3, True), (64, 256, 4, 3, False)):
-        choice = fp8_attention_kernels.AttentionTiles(*tiles)
-        fp8_attention_kernels.fp8_attention(numbers, numbers, descending, torch.ones(3), torch.float16, choice)
-    fp8_attention_kernels.quantize_for_attention(fp16(2, 1024, 1920), torch.ones(3), 10)
     print(json.dumps(shared_bytes))

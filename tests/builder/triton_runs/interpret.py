@@ -15,10 +15,9 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import Tensor, library, nn
-from torch.nn.attention import SDPBackend
 from triton.runtime import interpreter
 
-from engine_builder.benchmarks import fp8_attention, fp8_attention_kernels, fp8_convolutions
+from engine_builder.benchmarks import fp8_convolutions
 from engine_builder.benchmarks.choices import Failures
 from engine_builder.networks import blocks, fp8_conv_kernels, fp8_norm_kernels, int8_kernels, kernels, winograd
 from engine_builder.networks.fp8_conv import quantize_conv
@@ -66,8 +65,7 @@ def record_types(launch: Launch) -> object:
     launches[launch.name] += 1
     given = {name: value for name, value in launch.arguments.items() if value is not None}
     values = [value for name, value in given.items() if name not in launch.constants]
-    is_tensor = torch.is_tensor, lambda value: isinstance(value, fp8_attention_kernels.TensorDescriptor)
-    names = ("tensor" if any(holds(v) for holds in is_tensor) else type(v).__name__ for v in values)
+    names = ("tensor" if torch.is_tensor(value) else type(value).__name__ for value in values)
     types.setdefault(launch.name, set()).update(names)
     return wrap_triton(launch.kernel)[launch.grid](**launch.arguments, **launch.options)
 
@@ -286,59 +284,6 @@ def run_norm_in_blocks() -> None:
             blocks.has_half_kernels = has_half_kernels
 
 
-def attend_in_fp8(queries: Tensor, keys: Tensor, values: Tensor, scales: Tensor, tile: int) -> Tensor:
-    """Return what `fp8_attention` returns, with a running maximum over tiles of keys: E4M3 rounds by the maximum."""
-    scores = queries.float() @ keys.float().transpose(2, 3) * (scales[0] * scales[1] / 8)
-    maximum, total, mixed = torch.full(scores.shape[:3], -torch.inf), torch.zeros(scores.shape[:3]), torch.zeros(())
-    for part, value in zip(scores.split(tile, 3), values.float().split(tile, 3), strict=True):
-        new_maximum = torch.maximum(maximum, part.amax(3))
-        weights = 448 * (part - new_maximum[..., None]).exp()
-        rescale = (maximum - new_maximum).exp()
-        total = total * rescale + weights.sum(3)
-        rounded = weights.to(torch.float8_e4m3fn).float()
-        mixed = mixed * rescale[..., None] + rounded @ value.transpose(2, 3)
-        maximum = new_maximum
-    return (mixed / total[..., None] * scales[2]).transpose(1, 2).flatten(2)
-
-
-def run_fp8_attention() -> None:
-    """One tile of keys and several, both kinds of loads, the rounding in one pass, another scale for each tensor."""
-    batch, heads, tokens = 2, 3, 256
-    fused = torch.randn(batch, tokens, 3 * heads * 64)
-    parts = fused.unflatten(2, (3, heads, 64)).permute(2, 0, 3, 1, 4)
-    parts.mul_(torch.tensor([4.0, 1.0, 0.3])[:, None, None, None, None])
-    scales = parts.abs().amax((1, 2, 3, 4)) / torch.tensor([448, 448, 400])  # some values are clipped
-    numbers = fp8_attention_kernels.quantize_for_attention(fused, scales, heads)
-    for name, found, part, scale in zip(("queries", "keys", "values"), numbers, parts, scales, strict=True):
-        expected = quantize(part, scale)
-        compare(f"scaled, attention {name}", found, expected.transpose(2, 3) if name == "values" else expected)
-    for keys, uses_tma in ((128, True), (128, False), (256, True), (64, False)):
-        tiles = fp8_attention_kernels.AttentionTiles(64, keys, 4, 2, uses_tma)
-        actual = fp8_attention_kernels.fp8_attention(*numbers, scales, torch.float32, tiles)
-        compare(f"fp8 attention, {tiles}", actual, attend_in_fp8(*numbers, scales, keys))
-        exact = blocks.attend(*(part.transpose(1, 2).flatten(2) for part in parts), heads)
-        compare(f"e4m3, {tiles}", actual, exact)
-
-
-def run_attention_benchmark() -> None:
-    """The benchmark of attention in FP8 runs each of its forms. Those that fail are left out."""
-    fp8_attention._SETS = 1
-    tiles = [
-        fp8_attention_kernels.AttentionTiles(128, 128, 4, 2, uses_tma=True),
-        fp8_attention_kernels.AttentionTiles(96, 128, 4, 2, uses_tma=True),  # is not a power of two
-    ]
-    shape, backends = fp8_attention.AttentionShape(2, 1, 128), {"plain": SDPBackend.MATH}
-    printed = io.StringIO()
-    with redirect_stdout(printed):
-        times = fp8_attention.measure(
-            shape, "cpu", lambda works: [float(len([work() for work in works]))], backends, tiles, Failures()
-        )
-    assert times.fp16 == {"plain": [1.0]} and times.fp8 == {str(tiles[0]): [1.0]} and times.quantization == [1.0]
-    assert printed.getvalue().startswith(f"{tiles[1]} failed: AssertionError")
-    errors["fp8 attention, benchmark"] = times.errors["plain"]
-    errors["e4m3, benchmark"] = times.errors[str(tiles[0])]
-
-
 def run_benchmark() -> None:
     """The benchmark of FP8 convolutions runs each of its forms, on shapes of each kind."""
     tiles = dict(list(fp8_convolutions.candidate_tiles().items())[-2:])
@@ -450,8 +395,6 @@ if __name__ == "__main__":
         run_norm()
         run_end_of_norm()
         run_norm_in_blocks()
-        run_fp8_attention()
-        run_attention_benchmark()
         run_benchmark()
         run_nan()
         run_winograd()
