@@ -42,6 +42,7 @@ from tests.support import object_store as ceph
 from tests.support.faulty_proxy import FaultyProxy
 from tests.support.object_store import ObjectStore
 from tests.support.skipped_tests import pytest_addoption, pytest_terminal_summary  # noqa: F401  hooks of pytest
+from tests.support.uncompiled import open_uncompiled_engines, publish_uncompiled
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MODEL_FOLDER = REPOSITORY / "data" / "tiny-sdxl"
@@ -52,6 +53,7 @@ KEPT_TOYS = REPOSITORY / ".preheat" / "toy-engines"
 READY_SECONDS = 180
 Opener = Callable[..., WritableS3Store]
 
+open_uncompiled_engines()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts background jobs like this. Programs that the tests start would ignore interrupts, too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -178,11 +180,20 @@ def toy_plan(toy_folder: Path, target: Target) -> BuildPlan:
 
 
 @pytest.fixture(scope="session")
-def toy_store(
+def toy_store(toy_plan: BuildPlan, tmp_path_factory: pytest.TempPathFactory) -> WritableStore:
+    """A local store with the toy, published as toy-sdxl/1, without compiled code: see `tests.support.uncompiled`.
+
+    Tests that write copy the store first.
+    """
+    return publish_uncompiled(toy_plan, tmp_path_factory.mktemp("toy-store") / "store")
+
+
+@pytest.fixture(scope="session")
+def compiled_toy_store(
     toy_plan: BuildPlan, tmp_path_factory: pytest.TempPathFactory, show_progress: Callable[[str], None]
 ) -> WritableStore:
-    """A local store with the toy, published as toy-sdxl/1. Tests that write copy the store first."""
-    folder = tmp_path_factory.mktemp("toy-store") / "store"
+    """As `toy_store`, with compiled engines, for tests of engines and of other processes."""
+    folder = tmp_path_factory.mktemp("compiled-toy") / "store"
     report = make_build_report(show_progress, "toy store")
     with file_lock(KEPT_TOYS.with_suffix(".lock")):
         build(toy_plan, open_writable_store(KEPT_TOYS), report, processes=default_processes(toy_plan.target))
@@ -275,17 +286,8 @@ def control_store(
     controlnet_folders: dict[str, Path],
     target: Target,
     tmp_path_factory: pytest.TempPathFactory,
-    show_progress: Callable[[str], None],
 ) -> WritableStore:
-    """A store with the toy and its ControlNets, published as control/1. Its engines are kept between runs."""
-    plan = BuildPlan(
-        "control", Checkpoint(toy_folder, controlnets=tuple(controlnet_folders.items())), None, target, FP32
-    )
-    folder = tmp_path_factory.mktemp("control-store") / "store"
-    with file_lock(KEPT_TOYS.with_suffix(".lock")):
-        report = lambda component, activity, *_: show_progress(f"toy ControlNets: {component}: {activity}")  # noqa: E731
-        build(plan, open_writable_store(KEPT_TOYS), report, processes=2)
-        shutil.copytree(KEPT_TOYS, folder)
-    store = open_writable_store(folder)
-    publish(store, "control")
-    return store
+    """A store with the toy and its ControlNets, published as control/1, without compiled code."""
+    base = Checkpoint(toy_folder, controlnets=tuple(controlnet_folders.items()))
+    plan = BuildPlan("control", base, None, target, FP32)
+    return publish_uncompiled(plan, tmp_path_factory.mktemp("control-store") / "store")

@@ -1,8 +1,7 @@
 """Images with different LoRA adapters share a batch, on a UNet that takes the adapters as inputs."""
 
 import logging
-import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from engine_builder.adapters.offline import read_merge
 from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan
 from engine_builder.releases.publish import publish
-from engine_builder.stores.store import WritableStore, open_writable_store
+from engine_builder.stores.store import WritableStore
 from model.adapters.merge import Factors
 from model.adapters.packing import make_packing, pack
 from model.cold_start import ColdStart
@@ -32,12 +31,12 @@ from model.pipeline.spec import UNET, UNET_LORA
 from model.pipeline.text_to_image import generate
 from model.scheduling.scheduler import Scheduler
 from model.settings import Limits
-from tests.conftest import KEPT_TOYS, file_lock, make_build_report
 from tests.support.adapters import PACKABLE, module_shapes, random_deltas, write_adapter
 from tests.support.images import pixels
 from tests.support.linear_networks import PLAIN
 from tests.support.reference import Reference
 from tests.support.scheduling import paused, results
+from tests.support.uncompiled import publish_uncompiled
 
 RANK = 8
 TOLERANCE = 2  # of 255: float32 rounding, in another order
@@ -55,19 +54,10 @@ def quiet_diffusers() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def lora_store(
-    toy_plan: BuildPlan, tmp_path_factory: pytest.TempPathFactory, show_progress: Callable[[str], None]
-) -> WritableStore:
+def lora_store(toy_plan: BuildPlan, tmp_path_factory: pytest.TempPathFactory) -> WritableStore:
     """A store with the toy, built with a UNet that takes adapters as inputs, as toy-lora/1."""
     plan = replace(toy_plan, model="toy-lora", lora_rank=RANK)
-    folder = tmp_path_factory.mktemp("lora-store") / "store"
-    with file_lock(KEPT_TOYS.with_suffix(".lock")):
-        build(plan, open_writable_store(KEPT_TOYS), make_build_report(show_progress, "toy store"))
-        shutil.copytree(KEPT_TOYS, folder, ignore=shutil.ignore_patterns("drafts"))
-    store = open_writable_store(folder)
-    build(plan, store)
-    publish(store, "toy-lora")
-    return store
+    return publish_uncompiled(plan, tmp_path_factory.mktemp("lora-store") / "store")
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from engine_builder.adapters.add import add_adapter
-from engine_builder.local_server.server import Layout, Server
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.api.request import GenerationRequest
 from model.api.resolve import resolve
@@ -27,11 +26,11 @@ from model.loading.warmup import warm_up
 from model.pipeline.params import Control, GenerationParams, Mask
 from model.pipeline.spec import UNET, UNET_CONTROLLED
 from model.pipeline.text_to_image import generate
-from tests.conftest import READY_SECONDS
 from tests.support.adapters import PACKABLE, copy_store, module_shapes, random_deltas, write_adapter
 from tests.support.control_reference import ControlReference
 from tests.support.images import file_of, largest_difference, pixels
-from tests.support.predictions import http_client, post, predict
+from tests.support.in_process import serve_in_process
+from tests.support.predictions import post, predict
 from tests.support.static_tokens import with_static_tokens
 
 TOLERANCE = 2  # of 255: float32 rounding, in another order
@@ -60,15 +59,9 @@ def reference(toy_folder: Path, controlnet_folders: dict[str, Path]) -> ControlR
 
 
 @pytest.fixture(scope="module")
-def client(
-    layout: Layout, control_store: WritableStore, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[httpx.Client]:
-    log = tmp_path_factory.mktemp("control-server") / "server.log"
-    environment = {"PREHEAT_STORE": control_store.url, "PREHEAT_RELEASE": "control/1"}
-    with Server(layout, environment=environment, log=log) as server:
-        server.wait_ready(READY_SECONDS)
-        with http_client(server) as client:
-            yield client
+def client(toy: Loaded) -> Iterator[httpx.Client]:
+    with serve_in_process(toy) as client:
+        yield client
 
 
 def picture(seed: int) -> Pixels:

@@ -2,8 +2,6 @@
 
 import json
 import re
-import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,13 +13,11 @@ from tokenizers import AddedToken, Tokenizer
 from typer.testing import CliRunner
 
 from engine_builder.backends.built import put_blob
-from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.commands.main import app
 from engine_builder.embeddings.add import add_embeddings, parse_embeddings
 from engine_builder.embeddings.read import BadEmbedding, read_embedding
-from engine_builder.releases.publish import publish
 from engine_builder.releases.signing import public_key
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.api.request import GenerationRequest
@@ -32,10 +28,10 @@ from model.loading.target import Target, detect_targets
 from model.pipeline.params import GenerationParams
 from model.pipeline.text_to_image import generate
 from model.store.precision import FP32
-from tests.conftest import KEPT_TOYS, file_lock
 from tests.support.adapters import copy_store
 from tests.support.images import largest_difference
 from tests.support.reference import Reference
+from tests.support.uncompiled import publish_uncompiled
 
 TOLERANCE = 2  # of 255: float32 rounding, in another order
 ROWS, WIDTH = 6, 16  # of the toy's text encoders
@@ -57,19 +53,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def store(
-    toy_folder: Path, target: Target, tmp_path_factory: pytest.TempPathFactory, show_progress: Callable[[str], None]
-) -> WritableStore:
-    """A store with the toy and free rows, published as worded/1. Its engines are kept between runs."""
+def store(toy_folder: Path, target: Target, tmp_path_factory: pytest.TempPathFactory) -> WritableStore:
+    """A store with the toy and free rows, published as worded/1."""
     plan = BuildPlan("worded", Checkpoint(toy_folder, embedding_rows=ROWS), None, target, FP32)
-    folder = tmp_path_factory.mktemp("embedding-store") / "store"
-    with file_lock(KEPT_TOYS.with_suffix(".lock")):
-        report = lambda component, activity, *_: show_progress(f"toy with rows: {component}: {activity}")  # noqa: E731
-        build(plan, open_writable_store(KEPT_TOYS), report, processes=2)
-        shutil.copytree(KEPT_TOYS, folder)
-    store = open_writable_store(folder)
-    publish(store, "worded")
-    return store
+    return publish_uncompiled(plan, tmp_path_factory.mktemp("embedding-store") / "store")
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 import itertools
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,10 @@ from diffusers import StableDiffusionXLPipeline
 from engine_builder.backends.aot_inductor.compile import dynamic_bucket, engine_key
 from engine_builder.backends.onnx.export import export_graph
 from engine_builder.backends.onnx.graph_store import validate_graph
-from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
 from engine_builder.checkpoints.release_settings import read_model_facts, read_noise_schedules, read_release_defaults
 from engine_builder.networks.network import load_network
-from engine_builder.releases.publish import publish
-from engine_builder.stores.store import open_writable_store
 from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.cold_start import ColdStart
@@ -39,11 +35,12 @@ from model.pipeline.params import GenerationParams
 from model.pipeline.text_to_image import generate
 from model.store.precision import FP16, FP32
 from tests.builder.helpers import edit_json
-from tests.conftest import KEPT_TOYS, MODEL_FOLDER, file_lock
+from tests.conftest import MODEL_FOLDER
 from tests.support import toy_sdxl
 from tests.support.components import BASE_COMPONENTS
 from tests.support.linear_networks import PLAIN, WIDTHS, Stub, linear_model, stub
 from tests.support.reference import Reference
+from tests.support.uncompiled import publish_uncompiled
 
 TOLERANCE = 2  # of 255: float32 rounding, in another order
 GUIDANCE_WIDTH = 24  # of the guidance embedding of the distilled toy
@@ -66,22 +63,11 @@ def distilled_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def distilled(
-    distilled_folder: Path,
-    target: Target,
-    tmp_path_factory: pytest.TempPathFactory,
-    show_progress: Callable[[str], None],
-) -> Loaded:
-    """The distilled toy, built, published and loaded. Like the plain toy's, its engines are kept between runs."""
+def distilled(distilled_folder: Path, target: Target, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    """The distilled toy, built, published and loaded."""
     plan = BuildPlan("toy-lcm", Checkpoint(distilled_folder), None, target, FP32)
-    folder = tmp_path_factory.mktemp("distilled-store") / "store"
-    with file_lock(KEPT_TOYS.with_suffix(".lock")):
-        kept = open_writable_store(KEPT_TOYS)
-        build(plan, kept, lambda component, activity, *_: show_progress(f"distilled toy: {component}: {activity}"))
-        shutil.copytree(KEPT_TOYS, folder)
-    store = open_writable_store(folder)
-    release = publish(store, "toy-lcm")[0].name
-    return load_release(store, release, detect_targets(), [], ColdStart())
+    store = publish_uncompiled(plan, tmp_path_factory.mktemp("distilled-store") / "store")
+    return load_release(store, "toy-lcm/1", detect_targets(), [], ColdStart())
 
 
 def params_of(loaded: Loaded, **fields: object) -> GenerationParams:

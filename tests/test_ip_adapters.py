@@ -3,7 +3,6 @@
 import copy
 import logging
 import random
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +15,8 @@ import torch
 from PIL import Image
 
 from engine_builder.adapters.add import add_adapter
-from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan
 from engine_builder.checkpoints.folder import Checkpoint, IpAdapterFiles
-from engine_builder.local_server.server import Layout, Server
-from engine_builder.releases.publish import publish
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.api.describe import describe
 from model.api.request import GenerationRequest
@@ -45,13 +41,14 @@ from model.pipeline.text_to_image import generate
 from model.settings import ServedBucket
 from model.store.manifest import Bucket, Manifest, Span
 from model.store.precision import FP32
-from tests.conftest import KEPT_TOYS, READY_SECONDS, file_lock
 from tests.support import controlnets, ip_adapters
 from tests.support.adapters import PACKABLE, copy_store, module_shapes, random_deltas, write_adapter
 from tests.support.images import file_of, largest_difference, pixels
+from tests.support.in_process import serve_in_process
 from tests.support.ip_reference import IpReference
-from tests.support.predictions import http_client, post, predict
+from tests.support.predictions import post, predict
 from tests.support.static_tokens import with_static_tokens
+from tests.support.uncompiled import publish_uncompiled
 
 TOLERANCE = 2  # of 255: float32 rounding, in another order
 CASES = 12
@@ -85,22 +82,10 @@ def checkpoint(toy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ch
 
 
 @pytest.fixture(scope="module")
-def ip_store(
-    checkpoint: Checkpoint,
-    target: Target,
-    tmp_path_factory: pytest.TempPathFactory,
-    show_progress: Callable[[str], None],
-) -> WritableStore:
-    """A store with the toy and its IP-Adapters, published as prompted/1. Its engines are kept between runs."""
+def ip_store(checkpoint: Checkpoint, target: Target, tmp_path_factory: pytest.TempPathFactory) -> WritableStore:
+    """A store with the toy and its IP-Adapters, published as prompted/1."""
     plan = BuildPlan("prompted", checkpoint, None, target, FP32)
-    folder = tmp_path_factory.mktemp("ip-store") / "store"
-    with file_lock(KEPT_TOYS.with_suffix(".lock")):
-        report = lambda component, activity, *_: show_progress(f"toy IP-Adapters: {component}: {activity}")  # noqa: E731
-        build(plan, open_writable_store(KEPT_TOYS), report, processes=2)
-        shutil.copytree(KEPT_TOYS, folder)
-    store = open_writable_store(folder)
-    publish(store, "prompted")
-    return store
+    return publish_uncompiled(plan, tmp_path_factory.mktemp("ip-store") / "store")
 
 
 @pytest.fixture(scope="module")
@@ -115,13 +100,9 @@ def reference(checkpoint: Checkpoint) -> IpReference:
 
 
 @pytest.fixture(scope="module")
-def client(layout: Layout, ip_store: WritableStore, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    log = tmp_path_factory.mktemp("ip-server") / "server.log"
-    environment = {"PREHEAT_STORE": ip_store.url, "PREHEAT_RELEASE": "prompted/1"}
-    with Server(layout, environment=environment, log=log) as server:
-        server.wait_ready(READY_SECONDS)
-        with http_client(server) as client:
-            yield client
+def client(toy: Loaded) -> Iterator[httpx.Client]:
+    with serve_in_process(toy) as client:
+        yield client
 
 
 def picture(seed: int, side: int = SIDE) -> Pixels:

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,14 +14,11 @@ import torch
 from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
 from engine_builder.checkpoints.safety_checker import find_safety_checker
-from engine_builder.local_server.server import Layout, Server
 from engine_builder.networks.check import check_model
-from engine_builder.releases.publish import publish
-from engine_builder.stores.store import WritableStore, open_writable_store
+from engine_builder.stores.store import WritableStore
 from model.cold_start import ColdStart
 from model.errors import MissingComponent
 from model.images.clip_input import DEVIATION, clip_input
@@ -32,10 +29,11 @@ from model.pipeline.safety import decide
 from model.pipeline.spec import SAFETY_CHECKER
 from model.pipeline.text_to_image import generate
 from model.store.precision import FP32
-from tests.conftest import KEPT_TOYS, READY_SECONDS, file_lock
 from tests.support import toy_safety_checker
 from tests.support.images import largest_difference, pixels
-from tests.support.predictions import http_client, post, predict
+from tests.support.in_process import serve_in_process
+from tests.support.predictions import post, predict
+from tests.support.uncompiled import publish_uncompiled
 
 IMAGES = 6
 REQUEST: dict[str, Any] = {
@@ -75,32 +73,19 @@ def checked_store(
     folder: Path,
     target: Target,
     tmp_path_factory: pytest.TempPathFactory,
-    show_progress: Callable[[str], None],
 ) -> WritableStore:
-    """A store with the toy and its safety checker, published as checked/1. Its engines are kept between runs."""
+    """A store with the toy and its safety checker, published as checked/1."""
     base = Checkpoint(toy_folder, safety_checker=find_safety_checker(str(folder)))
     plan = BuildPlan("checked", base, None, target, FP32)
-    copied = tmp_path_factory.mktemp("checked-store") / "store"
-    with file_lock(KEPT_TOYS.with_suffix(".lock")):
-        report = lambda component, activity, *_: show_progress(f"toy checker: {component}: {activity}")  # noqa: E731
-        build(plan, open_writable_store(KEPT_TOYS), report)
-        shutil.copytree(KEPT_TOYS, copied)
-    store = open_writable_store(copied)
-    publish(store, "checked")
-    return store
+    return publish_uncompiled(plan, tmp_path_factory.mktemp("checked-store") / "store")
 
 
 @pytest.fixture(scope="module")
-def client(
-    layout: Layout, checked_store: WritableStore, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[httpx.Client]:
+def client(checked_store: WritableStore) -> Iterator[httpx.Client]:
     """A server that blanks flagged images."""
-    log = tmp_path_factory.mktemp("checked-server") / "server.log"
-    environment = {"PREHEAT_STORE": checked_store.url, "PREHEAT_RELEASE": "checked/1", "PREHEAT_SAFETY": "blank"}
-    with Server(layout, environment=environment, log=log) as server:
-        server.wait_ready(READY_SECONDS)
-        with http_client(server) as client:
-            yield client
+    loaded = load_release(checked_store, "checked/1", detect_targets(), [], ColdStart(), safety="blank")
+    with serve_in_process(loaded) as client:
+        yield client
 
 
 # -- the arithmetic ---------------------------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ from engine_builder.checkpoints.release_settings import read_model_facts, read_n
 from engine_builder.commands.main import app
 from engine_builder.networks.check import check_model
 from engine_builder.networks.network import load_network
-from engine_builder.releases.publish import publish
 from engine_builder.stores.store import open_writable_store
 from model.api.request import GenerationRequest
 from model.api.resolve import resolve
@@ -43,11 +42,12 @@ from model.pipeline.params import GenerationParams, Mask
 from model.pipeline.text_to_image import generate
 from model.store.precision import FP16, FP32
 from tests.builder.helpers import edit_json
-from tests.conftest import KEPT_TOYS, MODEL_FOLDER, file_lock
+from tests.conftest import MODEL_FOLDER
 from tests.support import toy_sd
 from tests.support.adapters import LINEARS, Style, copy_store, module_shapes, random_deltas, write_adapter
 from tests.support.images import largest_difference
 from tests.support.reference import Reference
+from tests.support.uncompiled import publish_uncompiled
 
 TOLERANCE = 2  # of 255: float32 rounding, in another order
 CASES = 9
@@ -72,20 +72,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def store_folder(
-    folders: dict[str, Path],
-    target: Target,
-    tmp_path_factory: pytest.TempPathFactory,
-    show_progress: Callable[[str], None],
-) -> Path:
-    """A store with the toy of 1.5, published. Its engines are kept between runs."""
+def store_folder(folders: dict[str, Path], target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with the toy of 1.5, published as toy-sd/1."""
     folder = tmp_path_factory.mktemp("sd-store") / "store"
     plan = BuildPlan("toy-sd", Checkpoint(folders["1.5"]), None, target, FP32)
-    with file_lock(KEPT_TOYS.with_suffix(".lock")):
-        kept = open_writable_store(KEPT_TOYS)
-        build(plan, kept, lambda component, activity, *_: show_progress(f"toy SD: {component}: {activity}"))
-        shutil.copytree(KEPT_TOYS, folder)
-    publish(open_writable_store(folder), "toy-sd")
+    publish_uncompiled(plan, folder)
     return folder
 
 
