@@ -46,6 +46,7 @@ from tests.support.uncompiled import open_uncompiled_engines, publish_uncompiled
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MODEL_FOLDER = REPOSITORY / "data" / "tiny-sdxl"
+DEMO_STORE = REPOSITORY / ".preheat" / "store"
 KEPT_STORE = REPOSITORY / ".preheat" / "test-store"
 CONTROLNETS: dict[str, controlnets.Kind] = {"edges": "full", "depth": "full", "small": "small", "union": "union"}
 KEPT_TOYS = REPOSITORY / ".preheat" / "toy-engines"
@@ -113,12 +114,15 @@ def target() -> Target:
 def published(target: Target, show_progress: Callable[[str], None]) -> tuple[WritableStore, str]:
     """A local store with a release of data/tiny-sdxl and its refiner, and the name of this release.
 
-    The store is kept between runs, and may have releases of older versions of data/tiny-sdxl.
+    The store is kept between runs, and may have releases of older versions of data/tiny-sdxl. It begins as a copy of
+    the store of `make demo`, whose engines are those of the base.
     """
     store = open_writable_store(KEPT_STORE)
     plan = BuildPlan("tiny-sdxl", Checkpoint(MODEL_FOLDER), Checkpoint(MODEL_FOLDER / "refiner"), target, FP32)
     report = make_build_report(show_progress, "test store")
     with file_lock(KEPT_STORE.with_suffix(".lock")):
+        if DEMO_STORE.is_dir() and not KEPT_STORE.is_dir():
+            shutil.copytree(DEMO_STORE, KEPT_STORE, ignore=shutil.ignore_patterns("drafts"))
         build(plan, store, report, processes=default_processes(target))
         manifest, _ = publish(store, "tiny-sdxl")
     return store, manifest.name

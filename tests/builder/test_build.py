@@ -34,7 +34,7 @@ from engine_builder.commands.build_arguments import parse_plan
 from engine_builder.commands.main import app
 from engine_builder.networks.network import NETWORK_VERSION, Network, load_network
 from engine_builder.releases.publish import publish
-from engine_builder.stores.store import WritableStore
+from engine_builder.stores.store import WritableStore, open_writable_store
 from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.cold_start import ColdStart
@@ -60,6 +60,7 @@ from tests.builder.helpers import (
 )
 from tests.conftest import MODEL_FOLDER, REPOSITORY
 from tests.support.reference import Reference
+from tests.support.uncompiled import builds_without_compiling
 
 VAE = ("vae_encoder", "vae_decoder")
 
@@ -175,9 +176,7 @@ def test_does_not_reuse_a_damaged_engine(store_copy: WritableStore, toy_plan: Bu
 
 KILLED_BUILD = """
 import sys
-import tomllib
 from pathlib import Path
-from types import SimpleNamespace
 from engine_builder.backends.aot_inductor import compile as compiler
 from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan
@@ -191,25 +190,22 @@ def report(component, activity, *_):
     print(component, activity, flush=True)
 
 
-build(plan, open_writable_store(sys.argv[2]), report, tuning=Path(sys.argv[3]))
+build(plan, open_writable_store(sys.argv[2]), report)
 """
 
 
+@pytest.mark.full
 def test_continues_a_killed_build(
-    store_copy: WritableStore, toy_folder: Path, toy_plan: BuildPlan, tmp_path: Path
+    compiled_toy_store: WritableStore, toy_folder: Path, toy_plan: BuildPlan, tmp_path: Path
 ) -> None:
+    store_copy = open_writable_store(shutil.copytree(folder_of(compiled_toy_store), tmp_path / "store"))
     draft = build(toy_plan, store_copy).draft
     forget_drafts(store_copy)
     for component in ("unet_text", "unet_time"):
         forget_engine(store_copy, draft, component)
-    # Without its own tuning folder the compiler would find the results of the copied store.
-    tuning = tmp_path / "tuning"
-    environment = dict(os.environ)
-    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
     building = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", KILLED_BUILD, str(toy_folder), store_copy.url, str(tuning)],
+        [sys.executable, "-W", "ignore", "-c", KILLED_BUILD, str(toy_folder), store_copy.url],
         cwd=REPOSITORY,
-        env=environment,
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -224,7 +220,6 @@ def test_continues_a_killed_build(
                 break
     assert building.returncode == -signal.SIGKILL
     assert lines[-3:] == ["unet_text compiling", "unet_text checking", "unet_time compiling"]
-    assert any(tuning.rglob("*.cpp"))
 
     root = folder_of(store_copy)
     for blob in (root / "blobs" / "sha256").iterdir():
@@ -538,7 +533,8 @@ def test_vae_of_fp16_model_is_fp32_if_config_has_force_upcast(
 
 def test_builds_and_serves_a_vae_of_another_precision(store_copy: WritableStore, toy_plan: BuildPlan) -> None:
     """The new VAE replaces the previous one: a release has one VAE per target."""
-    result = build(replace(toy_plan, vae_precision=BF16), store_copy)
+    with builds_without_compiling():
+        result = build(replace(toy_plan, vae_precision=BF16), store_copy)
     assert result.compiled == VAE
     assert {e.component for e in result.draft.engines if e.precision == BF16} == {*VAE}
     assert {w.component for w in result.draft.weights if w.precision == BF16} == {*VAE}

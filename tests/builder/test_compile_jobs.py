@@ -72,6 +72,7 @@ def test_processes_end_with_the_generator(jobs: list[CompileJob]) -> None:
     assert no_processes()
 
 
+@pytest.mark.full
 def test_a_process_ends_when_no_job_is_left_for_it(jobs: list[CompileJob]) -> None:
     """So what it holds of the device's memory is free while other engines are compiled or checked."""
     results = compile_jobs(jobs, {}, 2, lambda job: None)
