@@ -42,7 +42,7 @@ from tests.support import object_store as ceph
 from tests.support.faulty_proxy import FaultyProxy
 from tests.support.object_store import ObjectStore
 from tests.support.skipped_tests import pytest_addoption, pytest_terminal_summary  # noqa: F401  hooks of pytest
-from tests.support.uncompiled import open_uncompiled_engines, publish_uncompiled
+from tests.support.uncompiled import builds_without_compiling, open_uncompiled_engines, publish_uncompiled
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MODEL_FOLDER = REPOSITORY / "data" / "tiny-sdxl"
@@ -190,6 +190,13 @@ def toy_store(toy_plan: BuildPlan, tmp_path_factory: pytest.TempPathFactory) -> 
     Tests that write copy the store first.
     """
     return publish_uncompiled(toy_plan, tmp_path_factory.mktemp("toy-store") / "store")
+
+
+@pytest.fixture(scope="module")
+def uncompiled_builds() -> Iterator[None]:
+    """Builds of a test module leave their networks uncompiled, see `tests.support.uncompiled`."""
+    with builds_without_compiling():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -47,6 +47,8 @@ from model.store.manifest_json import parse_constants
 from model.store.precision import FP8, FP16, FP32, INT8, Precision
 from tests.builder.helpers import edit_json, folder_of
 
+pytestmark = pytest.mark.usefixtures("uncompiled_builds")
+
 VAE_POLICY = Policy(keep_fp16=["*.proj_in", "*.proj_out"], vae_convolutions=["decoder.*"])
 
 

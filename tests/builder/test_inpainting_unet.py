@@ -35,6 +35,8 @@ from tests.support import toy_sdxl
 from tests.support.images import largest_difference
 from tests.support.reference import Reference
 
+pytestmark = pytest.mark.usefixtures("uncompiled_builds")
+
 TOLERANCE = 2  # of 255
 SIDE = 64
 PHOTO = np.random.default_rng(0).integers(0, 256, (SIDE, SIDE, 3), np.uint8)

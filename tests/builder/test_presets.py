@@ -32,6 +32,8 @@ from tests.support import toy_sd, toy_sdxl
 from tests.support.images import largest_difference
 from tests.support.reference import Reference
 
+pytestmark = pytest.mark.usefixtures("uncompiled_builds")
+
 TOLERANCE = 2  # of 255: float32 rounding, in another order
 
 

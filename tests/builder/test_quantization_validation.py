@@ -46,6 +46,8 @@ from model.store.manifest import Fp16Steps
 from model.store.precision import BF16, FP32
 from tests.support.linear_networks import PLAIN, linear_model, stub
 
+pytestmark = pytest.mark.usefixtures("uncompiled_builds")
+
 
 def random_picture(height: int, width: int, seed: int = 0) -> Pixels:
     """Return a smooth picture with some noise."""

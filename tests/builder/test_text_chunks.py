@@ -24,6 +24,8 @@ from model.pipeline.spec import UNET
 from model.pipeline.text_to_image import generate
 from model.store.precision import FP32
 
+pytestmark = pytest.mark.usefixtures("uncompiled_builds")
+
 SIDE = 64
 PROMPTS = ("a red circle", "red " * 70 + "(a blue square:1.4) " + "green " * 10, "a large circle " * 95)
 
