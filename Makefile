@@ -22,7 +22,7 @@ PYTEST := $(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist loadfile
 READY := .venv/.ready
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet
 
-.PHONY: setup demo serve playground test test-skipped test-full slow soak test-load load check docs
+.PHONY: setup demo serve playground test test-skipped test-full full slow soak test-load load check docs
 .DEFAULT_GOAL := demo
 
 setup: $(READY)
@@ -62,7 +62,11 @@ test-skipped: $(READY)
 	test ! -s $(SKIPPED) || $(PYTEST) @$(SKIPPED)
 
 # All tests, also those that are too slow for CI.
-test-full: test slow soak test-load
+test-full: test full slow soak test-load
+
+# Tests marked `full`: a faster test holds the same promise in the common case.
+full: $(READY)
+	$(PYTEST) -m full
 
 # Tests that are too slow for CI: SDXL's ONNX graphs at full size, and all of the tiny model's in both precisions.
 slow: export PREHEAT_SLOW := 1

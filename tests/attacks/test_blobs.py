@@ -207,10 +207,12 @@ CHANGES = {
     "overwrite": lambda path: path.write_bytes(bytes(path.stat().st_size)),
     "delete": Path.unlink,
 }
-for name in sys.argv[1:]:
+release, *names = sys.argv[1:]
+for name in names:
     store = Path(name)
-    loaded = load_release(open_store(store), "toy-sdxl/1", detect_targets(), [], ColdStart())
-    params = resolve(GenerationRequest(prompt="a circle", seed=1, num_inference_steps=2), loaded.served)
+    loaded = load_release(open_store(store), release, detect_targets(), [], ColdStart())
+    request = GenerationRequest(prompt="a circle", seed=1, num_inference_steps=2, width=64, height=64)
+    params = resolve(request, loaded.served)
 
     def image():
         [pixels], _, _ = generate(loaded.model, [params])
@@ -223,22 +225,23 @@ for name in sys.argv[1:]:
 """
 
 
-def copy_toy(toy_store: WritableStore, folder: Path) -> WritableLocalStore:
+def copy_release(store: WritableStore, release: str, folder: Path) -> WritableLocalStore:
     copy = WritableLocalStore(folder)
-    manifest = toy_store.read_release("toy-sdxl/1")
+    manifest = store.read_release(release)
     for digest, blob in manifest.blobs().items():
-        copy.put(toy_store.get(digest, blob.bytes))
+        copy.put(store.get(digest, blob.bytes))
     copy.write_release(manifest)
     return copy
 
 
-def test_changes_after_the_load_have_no_effect(toy_store: WritableStore, tmp_path: Path) -> None:
+def test_changes_after_the_load_have_no_effect(store: WritableStore, release: str, tmp_path: Path) -> None:
     """A mapped file that is truncated would end the process with SIGBUS."""
     changes = ["truncate", "overwrite", "delete"]
     for change in changes:
-        copy_toy(toy_store, tmp_path / change)
+        copy_release(store, release, tmp_path / change)
+    folders = [str(tmp_path / change) for change in changes]
     finished = subprocess.run(
-        [sys.executable, "-c", GENERATE_BEFORE_AND_AFTER_CHANGES, *(str(tmp_path / change) for change in changes)],
+        [sys.executable, "-c", GENERATE_BEFORE_AND_AFTER_CHANGES, release, *folders],
         cwd=stub_truss.REPOSITORY,
         capture_output=True,
         text=True,
@@ -266,7 +269,7 @@ class StoreThatEmptiesBlobs(LocalStore):
 
 
 def test_uses_only_bytes_that_were_verified(toy_store: WritableStore, tmp_path: Path) -> None:
-    copy_toy(toy_store, tmp_path)
+    copy_release(toy_store, "toy-sdxl/1", tmp_path)
 
     def generate_image(store: Store) -> bytes:
         loaded = load_release(store, "toy-sdxl/1", detect_targets(), [], ColdStart())
