@@ -302,3 +302,18 @@ def control_store(
     base = Checkpoint(toy_folder, controlnets=tuple(controlnet_folders.items()))
     plan = BuildPlan("control", base, None, target, FP32)
     return publish_uncompiled(plan, tmp_path_factory.mktemp("control-store") / "store")
+
+
+@pytest.fixture(scope="session")
+def compiled_control_store(
+    toy_folder: Path,
+    controlnet_folders: dict[str, Path],
+    target: Target,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> WritableStore:
+    """As `control_store`, with compiled engines, for tests marked `full` with processes of their own."""
+    base = Checkpoint(toy_folder, controlnets=tuple(controlnet_folders.items()))
+    store = open_writable_store(tmp_path_factory.mktemp("compiled-control") / "store")
+    build(BuildPlan("control", base, None, target, FP32), store, processes=default_processes(target))
+    publish(store, "control")
+    return store

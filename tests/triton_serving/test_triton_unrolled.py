@@ -167,12 +167,13 @@ def test_images_from_images_are_those_of_the_truss_server(triton: TritonServer, 
     assert np.abs(alone[0] - alone[-1]).max() > 50  # the image counts
 
 
+@pytest.mark.full
 def test_images_with_controls_are_those_of_the_truss_server(
-    installed: Path, control_store: WritableStore, tmp_path: Path
+    installed: Path, compiled_control_store: WritableStore, tmp_path: Path
 ) -> None:
     """Alone, and merged with images of other ControlNets and without one."""
-    repository = export(control_store.url, ["control/1"], tmp_path / "repository", f"--steps={STEPS}")
-    loaded = load_release(control_store, "control/1", detect_targets(), [], ColdStart())
+    repository = export(compiled_control_store.url, ["control/1"], tmp_path / "repository", f"--steps={STEPS}")
+    loaded = load_release(compiled_control_store, "control/1", detect_targets(), [], ColdStart())
     side = loaded.served.native_height
     requests = [*(with_controls(number, side) for number in range(6)), request(0)]
     with TritonServer(installed, repository, tmp_path) as server:
