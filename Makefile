@@ -71,13 +71,13 @@ full: $(READY)
 # Tests that are too slow for CI: SDXL's ONNX graphs at full size, and all of the tiny model's in both precisions.
 slow: export PREHEAT_SLOW := 1
 slow: $(READY)
-	$(BIN)/pytest tests/builder -k onnx
+	$(BIN)/pytest tests/engine_builder/backends/onnx
 
 # Kills processes that fetch from the object store: 50 times, each time at another moment.
 soak: export PREHEAT_SOAK_KILLS ?= 50
 soak: export PREHEAT_REQUIRE_OBJECT_STORE := 1
 soak: $(READY)
-	$(BIN)/pytest tests/store -k kill_9
+	$(BIN)/pytest tests/model/store -k kill_9
 
 # About 20 minutes on two cores: the real server under closed and open loops, with 64 clients of which some disconnect,
 # during 1,000 images while its memory is measured, and with 5,000 malformed and well-formed bodies; a gateway under

@@ -41,11 +41,10 @@ from tests.support import controlnets, toy_sdxl
 from tests.support import object_store as ceph
 from tests.support.faulty_proxy import FaultyProxy
 from tests.support.object_store import ObjectStore
+from tests.support.repository import MODEL_FOLDER, REPOSITORY
 from tests.support.skipped_tests import pytest_addoption, pytest_terminal_summary  # noqa: F401  hooks of pytest
 from tests.support.uncompiled import builds_without_compiling, open_uncompiled_engines, publish_uncompiled
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-MODEL_FOLDER = REPOSITORY / "data" / "tiny-sdxl"
 DEMO_STORE = REPOSITORY / ".preheat" / "store"
 KEPT_STORE = REPOSITORY / ".preheat" / "test-store"
 CONTROLNETS: dict[str, controlnets.Kind] = {"edges": "full", "depth": "full", "small": "small", "union": "union"}

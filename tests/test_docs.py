@@ -32,16 +32,21 @@ from model.images.postprocess import RING_WIDTH
 from model.settings import Limits, Settings
 from model.validation import MAX_PROMPT_WEIGHT
 from tests.support.metrics import declared_metrics
+from tests.support.repository import REPOSITORY
 
-ROOT = Path(__file__).resolve().parents[1]
-DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("log/*.md"))]
+DOCS = REPOSITORY / "docs"
+PAGES = [
+    REPOSITORY / "README.md",
+    REPOSITORY / "CONTRIBUTING.md",
+    *sorted(DOCS.glob("*.md")),
+    *sorted(DOCS.glob("log/*.md")),
+]
 # Only stores raise and catch it.
 INTERNAL_ERRORS = {"FileMissing"}
 
 
 def relative(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
+    return path.relative_to(REPOSITORY).as_posix()
 
 
 def without_code_blocks(text: str) -> str:
@@ -147,7 +152,7 @@ def test_request_reference_has_every_status_and_limit() -> None:
 
 
 def test_stream_events_are_those_of_the_service() -> None:
-    sent = set(re.findall(r'_line\("(\w+)"', (ROOT / "model" / "api" / "service.py").read_text()))
+    sent = set(re.findall(r'_line\("(\w+)"', (REPOSITORY / "model" / "api" / "service.py").read_text()))
     text = request_reference.PAGE.read_text()
     section = text[text.index("## Streams") : text.index("## Status codes")]
     assert set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) - {"event"} == sent
@@ -160,7 +165,7 @@ def test_every_metric_is_in_the_table() -> None:
 
 
 def test_every_phase_of_the_cold_start_is_in_the_table() -> None:
-    sources = "".join(path.read_text() for path in (ROOT / "model").rglob("*.py"))
+    sources = "".join(path.read_text() for path in (REPOSITORY / "model").rglob("*.py"))
     recorded = set(re.findall(r"""(?:cold_start\.phase|\.record)\("(\w+)\"""", sources))
     text = (DOCS / "operations.md").read_text()
     table = text[text.index("| phase | what happens |") :].partition("\n\n")[0]
@@ -168,7 +173,7 @@ def test_every_phase_of_the_cold_start_is_in_the_table() -> None:
 
 
 def test_every_log_event_is_in_the_table() -> None:
-    sources = "".join(path.read_text() for path in (ROOT / "model").rglob("*.py"))
+    sources = "".join(path.read_text() for path in (REPOSITORY / "model").rglob("*.py"))
     text = (DOCS / "operations.md").read_text()
     table = text[text.index("| `event` | when |") :].partition("\n\n")[0]
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) - {"event"} == set(
@@ -177,7 +182,7 @@ def test_every_log_event_is_in_the_table() -> None:
 
 
 def test_autoscaling_table_has_the_settings() -> None:
-    files = {name: ROOT / "truss" / "autoscaling" / f"{name}.json" for name in ("development", "production")}
+    files = {name: REPOSITORY / "truss" / "autoscaling" / f"{name}.json" for name in ("development", "production")}
     development, production = (json.loads(path.read_text()) for path in files.values())
     text = (DOCS / "deploy.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| (\d+) \| (\d+) \|", text, re.MULTILINE)
@@ -188,7 +193,7 @@ def test_autoscaling_table_has_the_settings() -> None:
 
 @pytest.mark.parametrize("name", ["l4", "a10g", "a100", "h100", "h200", "cpu-demo"])
 def test_gpu_table_has_the_configs(name: str) -> None:
-    config = yaml.safe_load((ROOT / "truss" / "configs" / f"{name}.yaml").read_text())
+    config = yaml.safe_load((REPOSITORY / "truss" / "configs" / f"{name}.yaml").read_text())
     lines = (DOCS / "deploy.md").read_text().splitlines()
     cells = next(line for line in lines if line.startswith("|") and f"`truss/configs/{name}.yaml`" in line).split(" | ")
     torch = next(entry for entry in config["requirements"] if entry.startswith("torch=="))
@@ -204,7 +209,9 @@ def test_every_setting_is_in_the_table() -> None:
     assert names - shown == set()
 
 
-@pytest.mark.parametrize("path", [ROOT / "config.yaml", *sorted((ROOT / "truss" / "configs").iterdir())], ids=relative)
+@pytest.mark.parametrize(
+    "path", [REPOSITORY / "config.yaml", *sorted((REPOSITORY / "truss" / "configs").iterdir())], ids=relative
+)
 def test_every_config_key_is_explained(path: Path) -> None:
     text = (DOCS / "deploy.md").read_text()
 
@@ -223,7 +230,7 @@ def test_every_config_key_is_explained(path: Path) -> None:
 @cache
 def code_nodes() -> list[ast.AST]:
     """Return all syntax nodes of model/ and engine_builder/."""
-    paths = [path for folder in ("model", "engine_builder") for path in sorted((ROOT / folder).rglob("*.py"))]
+    paths = [path for folder in ("model", "engine_builder") for path in sorted((REPOSITORY / folder).rglob("*.py"))]
     return [node for path in paths for node in ast.walk(ast.parse(path.read_text()))]
 
 
@@ -311,14 +318,14 @@ def build_site(root: Path, out: Path) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    built = build_site(ROOT, folder)
+    built = build_site(REPOSITORY, folder)
     assert built.returncode == 0, built.stderr
     return folder
 
 
 def test_strict_build_refuses_dead_links(tmp_path: Path) -> None:
-    (tmp_path / "engine_builder").symlink_to(ROOT / "engine_builder")
-    (tmp_path / "mkdocs.yml").write_text((ROOT / "mkdocs.yml").read_text())
+    (tmp_path / "engine_builder").symlink_to(REPOSITORY / "engine_builder")
+    (tmp_path / "mkdocs.yml").write_text((REPOSITORY / "mkdocs.yml").read_text())
     shutil.copytree(DOCS, tmp_path / "docs")
     page = tmp_path / "docs" / "trust.md"
     page.write_text(f"{page.read_text()}\n[a](missing.md) [b](index.md#missing)\n")

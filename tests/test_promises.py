@@ -1,11 +1,9 @@
 """Each promise of the README has tests, and these exist."""
 
 import ast
-from pathlib import Path
 
 from tests.promises import CAPABILITIES, CHECKS
-
-REPOSITORY = Path(__file__).resolve().parents[1]
+from tests.support.repository import REPOSITORY
 
 
 def readme_section(title: str) -> str:

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.conftest import REPOSITORY
+from tests.support.repository import REPOSITORY
 
 MODULES = {
     "conftest": "from tests.support.skipped_tests import pytest_addoption, pytest_terminal_summary\n",

@@ -17,10 +17,10 @@ from engine_builder.files import NotWritable
 from engine_builder.gateway.errors import GatewayConfigError
 from engine_builder.gateway.history import History
 from engine_builder.local_server.server import Server
-from tests.conftest import REPOSITORY
 from tests.support.gateway import running_gateway
 from tests.support.images import file_of
 from tests.support.predictions import SMALL, TIMEOUT_SECONDS, http_client, predict
+from tests.support.repository import REPOSITORY
 from tests.support.scripted_gateway import ACCEPTED, DONE, IMAGE, NATIVE, ScriptedGateway, lines, scripted_gateway
 from tests.support.sqlite_lock import locked
 from tests.support.waiting import eventually

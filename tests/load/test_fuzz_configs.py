@@ -24,9 +24,9 @@ from model.errors import PreheatError
 from model.loading.target import Target
 from model.pipeline.text_to_image import generate
 from model.store.precision import FP32
-from tests.conftest import MODEL_FOLDER
 from tests.support.images import largest_difference
 from tests.support.reference import Reference
+from tests.support.repository import MODEL_FOLDER
 
 CHANGES = int(os.environ.get("PREHEAT_FUZZ_CONFIGS", "24"))
 TOLERANCE = 2  # of 255

@@ -17,9 +17,9 @@ import httpx
 import pytest
 
 from engine_builder.local_server.server import Server
-from tests.conftest import REPOSITORY
 from tests.support import odd_images
 from tests.support.predictions import PREDICT_PATH, http_client
+from tests.support.repository import REPOSITORY
 
 CASES = int(os.environ.get("PREHEAT_FUZZ_IMAGES", "500"))
 # A request holds its text (43 MiB for a file of 32 MiB), the file, its pixel data, and then 31 megapixels: decoded in

@@ -23,9 +23,10 @@ import numpy as np
 from PIL import Image
 
 from engine_builder.local_server.server import Server
-from tests.conftest import READY_SECONDS, REPOSITORY
+from tests.conftest import READY_SECONDS
 from tests.support.images import file_of
 from tests.support.predictions import PREDICT_PATH, SMALL, TIMEOUT_SECONDS
+from tests.support.repository import REPOSITORY
 from tests.support.waiting import eventually
 
 SECONDS = float(os.environ.get("PREHEAT_BOMB_SECONDS", "8"))

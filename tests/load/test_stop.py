@@ -15,8 +15,9 @@ import httpx
 import pytest
 
 from engine_builder.stores.store import WritableStore
-from tests.conftest import READY_SECONDS, REPOSITORY
+from tests.conftest import READY_SECONDS
 from tests.support.predictions import PREDICT_PATH, SMALL
+from tests.support.repository import REPOSITORY
 from tests.support.waiting import eventually
 
 REQUESTS = 30

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from tests.conftest import REPOSITORY
 from tests.support.odd_files import base64_text
+from tests.support.repository import REPOSITORY
 
 WORKER_TIMEOUT_SECONDS = 1800  # for all commands of one worker, which also limits each command
 CLOSED_PORT_URL = "http://127.0.0.1:9"  # nothing listens on port 9, so connections are refused at once

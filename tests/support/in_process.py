@@ -1,6 +1,6 @@
 """A loaded release behind HTTP in this process: the service and its scheduler, without Truss's own code.
 
-`tests/test_service.py` and `tests/test_serving.py` send the same requests to a real server.
+`tests/model/api/test_service.py` and `tests/model/api/test_serving.py` send the same requests to a real server.
 """
 
 import socket

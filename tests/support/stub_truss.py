@@ -5,8 +5,7 @@ import textwrap
 from pathlib import Path
 
 from engine_builder.local_server.server import Layout, build_context, lay_out
-
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.support.repository import REPOSITORY
 
 
 def write(folder: Path, model: str, config: str = "") -> Path:

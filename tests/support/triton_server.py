@@ -25,13 +25,13 @@ import pytest
 from typer.testing import CliRunner
 
 from engine_builder.commands.main import app
+from tests.support.repository import REPOSITORY
 
 VERSION = "2.51.0"
 _WHEEL = "nvidia-pytriton==0.7.0"
 _SHA256 = "21f063ff93bb426d0c06b7a55e7eb9efcfe62c0dddd9a908e9877e18710128df"
 _STOP_SECONDS = 15
 _ABORTED = "terminate called after throwing an instance of 'boost::interprocess::lock_exception'"
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def require_triton(folder: Path) -> Path:

@@ -1,7 +1,7 @@
 """Engines without compiled code, for tests of what a release computes: they run the module that was to be compiled.
 
-A build compares each compiled engine with eager PyTorch (`tests/builder/test_build.py`), so such a release gives the
-same images, and its build takes a tenth of the time. Its packages open only in the process that built them.
+A build compares each compiled engine with eager PyTorch (test_build.py), so such a release gives the same images, and
+its build takes a tenth of the time. Its packages open only in the process that built them.
 """
 
 import copy

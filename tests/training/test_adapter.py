@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from engine_builder.adapters.add import release_layers
 from engine_builder.adapters.read import open_adapter, read_factors
 from engine_builder.stores.store import WritableStore
-from tests.conftest import MODEL_FOLDER
+from tests.support.repository import MODEL_FOLDER
 from training.adapter import (
     COLOUR_SHARE,
     MAX_DISTANCE,

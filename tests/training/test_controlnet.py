@@ -12,7 +12,7 @@ from PIL import Image
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.networks.check import check_model
 from model.images.canny import canny
-from tests.conftest import MODEL_FOLDER
+from tests.support.repository import MODEL_FOLDER
 from training import scenes
 from training.captions import parse_caption
 from training.controlnet import (

@@ -11,7 +11,7 @@ from transformers import CLIPImageProcessorPil
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.checkpoints.ip_adapter import parse_ip_adapters
 from engine_builder.networks.check import check_model
-from tests.conftest import MODEL_FOLDER
+from tests.support.repository import MODEL_FOLDER
 from training import scenes
 from training.ip_adapter import (
     ENCODER,

@@ -9,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 
+from tests.support.repository import REPOSITORY  # noqa: E402
 from training import architecture  # noqa: E402
 from training.dataset import CLASS_COUNTS, ChunkWorkers  # noqa: E402
 from training.latent_pool import CHUNKS_PER_BLOCK, CHUNKS_PER_STEP, LatentPool, chunk_number  # noqa: E402
@@ -16,7 +17,7 @@ from training.render import SCENE_VECTOR_LENGTH  # noqa: E402
 from training.run import TrainingRun  # noqa: E402
 from training.settings import SettingsError, load_settings  # noqa: E402
 
-SETTINGS = Path(__file__).parents[2] / "data" / "tiny-sdxl" / "training.toml"
+SETTINGS = REPOSITORY / "data" / "tiny-sdxl" / "training.toml"
 
 
 @pytest.mark.parametrize(("stage", "first"), [("base", 10_000_000), ("refiner", 20_000_000)])

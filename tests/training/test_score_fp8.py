@@ -11,7 +11,7 @@ from engine_builder.quantization.record import CalibrationError
 from engine_builder.quantization.validation.stored import StoredValidation, read_report
 from engine_builder.quantization.validation.thresholds import Thresholds, violations
 from engine_builder.stores.store import open_writable_store
-from tests.conftest import MODEL_FOLDER
+from tests.support.repository import MODEL_FOLDER
 from training import score_fp8
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.repository import MODEL_FOLDER
 from training import scenes, tokenizer
 from training.captions import describe_scene
 from training.dataset import encode_caption
 
-MODEL_FOLDER = Path(__file__).parents[2] / "data" / "tiny-sdxl"
 transformers = pytest.importorskip("transformers")
 
 

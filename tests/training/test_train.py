@@ -19,6 +19,7 @@ from diffusers import UNet2DConditionModel  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from tests.support.repository import REPOSITORY  # noqa: E402
 from training import architecture, autoencoder, diffusion, export  # noqa: E402
 from training.dataset import ChunkWorkers  # noqa: E402
 from training.optimizer import EmaOptimizer  # noqa: E402
@@ -26,7 +27,7 @@ from training.run import PausedError, TrainingRun  # noqa: E402
 from training.settings import Settings, SettingsError, load_settings, settings_from_table  # noqa: E402
 from training.train import StageError, train  # noqa: E402
 
-TINY_SDXL = Path(__file__).parents[2] / "data" / "tiny-sdxl"
+TINY_SDXL = REPOSITORY / "data" / "tiny-sdxl"
 STEPS = 2
 DIFFUSION_WEIGHTS = "diffusion_pytorch_model.safetensors"
 

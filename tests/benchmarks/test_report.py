@@ -1,0 +1,226 @@
+"""The page of benchmarks: generated from the rows, of which invalid ones are refused."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from engine_builder.benchmarks.report import plots_of, render, write_report
+from engine_builder.benchmarks.rows import BadRows, Row, append_rows, make_row, medians, percentile, read_rows
+from engine_builder.commands import main as cli
+from tests.support.repository import REPOSITORY
+
+DOCS = REPOSITORY / "docs"
+Entries = dict[str, Any]
+
+
+def row(**changes: Any) -> Entries:
+    entries: Entries = {
+        "case": "sdxl/1 1024x1024", "value": 10.0, "unit": "ms", "p50": 10.0, "p90": 11.0, "p99": 12.0, "runs": 5,
+        "gpu": "a GPU", "driver": "580.1", "torch": "2.13.0", "precision": "fp16", "steps": 30, "batch": 1,
+        "commit": "abc1234", "command": "preheat bench sdxl/1",
+    }  # fmt: skip
+    return entries | changes
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "benchmarks").mkdir()
+    return tmp_path / "benchmarks"
+
+
+def write(folder: Path, rows: list[Entries], name: str = "full-size-sdxl") -> None:
+    (folder / f"{name}.json").write_text(json.dumps(rows))
+
+
+# -- committed files ----------------------------------------------------------------------------------------------
+
+
+def test_committed_page_matches_the_committed_rows() -> None:
+    page = DOCS / "benchmarks.md"
+    assert page.read_text() == render(DOCS / "benchmarks", page), "run `preheat report`"
+
+
+def test_page_links_to_exactly_the_existing_plots() -> None:
+    linked = re.findall(r"\]\((benchmarks/[^)]+\.svg)\)", (DOCS / "benchmarks.md").read_text())
+    assert sorted(linked) == sorted(f"benchmarks/{path.name}" for path in (DOCS / "benchmarks").glob("*.svg"))
+
+
+# -- the page -----------------------------------------------------------------------------------------------------
+
+
+def test_sections_are_those_with_rows(folder: Path) -> None:
+    write(folder, [row()], "h200-sdxl")
+    write(folder, [], "empty")
+    text = render(folder, folder.with_suffix(".md"))
+    assert re.findall("^## (.*)$", text, re.MULTILINE) == ["H200 SDXL"]
+    assert "| sdxl/1 1024x1024 | fp16 | 30 | 1 | 10 ms | 11 ms | 12 ms | 5 | abc1234 |" in text
+    assert "- a GPU, driver 580.1, torch 2.13.0, commit abc1234: `preheat bench sdxl/1`" in text
+    assert "![" not in text
+
+
+def test_notes_come_before_the_table(folder: Path) -> None:
+    write(folder, [row()], "cpu")
+    (folder / "cpu.md").write_text("Measured at night.\n")
+    text = render(folder, folder.with_suffix(".md"))
+    assert text.index("## CPU") < text.index("Measured at night.") < text.index("| case |")
+
+
+def test_shared_facts_are_listed_once(folder: Path) -> None:
+    write(folder, [row(), row(steps=20), row(command="preheat bench sdxl/1 --refiner")])
+    text = render(folder, folder.with_suffix(".md"))
+    assert text.count("commit abc1234") == 2
+
+
+def test_text_of_a_row_does_not_break_the_table(folder: Path) -> None:
+    write(folder, [row(case="a | b\nc", command="echo `id`")])
+    text = render(folder, folder.with_suffix(".md"))
+    assert "| a \\| b c |" in text and "`echo 'id'`" in text
+
+
+# -- the plots ----------------------------------------------------------------------------------------------------
+
+SWEEPS: dict[str, tuple[list[Entries], list[str]]] = {
+    "one row": ([row()], []),
+    "steps": ([row(steps=10, p50=5.0), row(steps=20, p50=9.0)], ["steps"]),
+    "steps in the name": ([row(case=f"sdxl-{n}-steps", steps=n, p50=n) for n in (10, 20)], ["steps"]),
+    "batch in the name": (
+        [row(case="sdxl-20-steps", steps=20), row(case="sdxl-20-steps-batch-4", steps=20, batch=4, p50=30.0)],
+        ["batch"],
+    ),
+    "other names": ([row(case=f"sdxl-{n}", steps=n) for n in (10, 20)], []),
+    "batch": ([row(batch=1), row(batch=4, p50=30.0)], ["batch"]),
+    "throughput": ([row(batch=n, unit="images/s") for n in (1, 2)], ["batch"]),
+    "other cases": ([row(case="a", steps=10), row(case="b", steps=20)], []),
+    "other devices": ([row(gpu="a", steps=10), row(gpu="b", steps=20)], []),
+    "the same point again": ([row(), row(p50=9.0)], []),
+    "stages": ([row(stages={"text": 1, "denoise": 8.5})], ["stages"]),
+    "phases": ([row(unit="s", phases={"import": 1.5, "weights": 0.2})], ["cold-start"]),
+    "cold starts of other steps": ([row(unit="s", steps=n, phases={"import": 1.5}) for n in (1, 2)], ["cold-start"]),
+    "bytes": ([row(unit="GiB", steps=10), row(unit="GiB", steps=20)], []),
+    "no steps": ([row(steps=0), row(steps=20)], []),
+}
+
+
+@pytest.mark.parametrize("rows, expected", SWEEPS.values(), ids=SWEEPS)
+def test_plots_depend_on_the_rows(folder: Path, rows: list[Entries], expected: list[str]) -> None:
+    assert [plot.name.removeprefix("x-") for plot in plots_of("x", [Row(**entries) for entries in rows])] == expected
+    write(folder, rows, "x")
+    plots = write_report(folder, folder.with_suffix(".md"))
+    assert [path.name for path in plots] == [f"x-{name}.svg" for name in expected]
+    for path in plots:
+        assert path.read_text().startswith("<?xml") and path.stat().st_size > 1000
+
+
+def test_plots_show_the_rows_values(folder: Path) -> None:
+    write(folder, [row(case=f"case {n}", unit="s", phases={"import": 1.25, "warm_up": n}) for n in (1.5, 2.5)], "x")
+    [path] = write_report(folder, folder.with_suffix(".md"))
+    text = path.read_text()
+    assert all(f">{word}<" in text for word in ("case 1.5", "case 2.5", "import", "warm up", "2.75", "3.75"))
+
+
+def test_same_rows_give_same_files_and_old_plots_are_deleted(folder: Path) -> None:
+    write(folder, [row(steps=10), row(steps=20)])
+    [path] = write_report(folder, folder.with_suffix(".md"))
+    before = path.read_bytes()
+    (folder / "old.svg").write_text("old")
+    assert write_report(folder, folder.with_suffix(".md")) == [path]
+    assert path.read_bytes() == before and not (folder / "old.svg").exists()
+
+
+def test_page_in_another_folder_links_to_the_plots(folder: Path) -> None:
+    write(folder, [row(steps=10), row(steps=20)], "x")
+    page = folder.parent / "other" / "page.md"
+    page.parent.mkdir()
+    write_report(folder, page)
+    assert "](../benchmarks/x-steps.svg)" in page.read_text()
+
+
+def test_folder_without_rows_is_not_changed(folder: Path) -> None:
+    (folder / "mine.svg").write_text("mine")
+    with pytest.raises(BadRows, match="no JSON file of rows"):
+        write_report(folder, folder.with_suffix(".md"))
+    assert (folder / "mine.svg").exists() and not folder.with_suffix(".md").exists()
+
+
+def test_bars_of_one_case_have_different_labels(folder: Path) -> None:
+    write(folder, [row(stages={"text": 1.0}), row(stages={"text": 2.0}), row(stages={"text": 3.0}, batch=2)], "x")
+    write_report(folder, folder.with_suffix(".md"))
+    labels = re.findall(">30 steps, (.*)</text>", (folder / "x-stages.svg").read_text())
+    assert labels == ["batch 1, fp16, abc1234", "batch 1, fp16, abc1234'", "batch 2, fp16, abc1234"]
+
+
+# -- rows ---------------------------------------------------------------------------------------------------------
+
+
+def test_percentiles_are_measured_values() -> None:
+    values = [float(value) for value in range(1, 101)]
+    assert [percentile(values, share) for share in (0.5, 0.9, 0.99, 1.0)] == [50, 90, 99, 100]
+    assert percentile([7.0], 0.99) == 7.0 and percentile([3.0, 1.0, 2.0], 0.5) == 2.0
+
+
+@pytest.mark.parametrize("unit, p50, p90", [("ms", 5.0, 9.0), ("images/s", 6.0, 2.0), ("dB", 6.0, 2.0)])
+def test_nine_of_ten_runs_are_as_good_as_p90(unit: str, p50: float, p90: float) -> None:
+    measured = make_row("case", [float(value) for value in range(1, 11)], unit, "fp32", 20, 1)
+    assert (measured.p50, measured.p90) == (p50, p90)
+
+
+def test_medians_keep_the_order_of_the_phases() -> None:
+    runs = [{"a": 1.0, "c": 5.0}, {"a": 3.0, "b": 7.0, "c": 6.0}, {"a": 2.0, "b": 8.0, "c": 7.0}]
+    assert list(medians(runs).items()) == [("a", 2.0), ("b", 7.5), ("c", 6.0)]
+
+
+def test_row_has_all_required_keys(tmp_path: Path) -> None:
+    measured = make_row("case", [3.0, 1.0, 2.0, 10.0], "s", "fp32", 20, 2, phases={"import": 1.0}, best=1.0)
+    entries = measured.to_dict()
+    assert row().keys() | {"phases", "best"} == entries.keys()
+    assert (entries["value"], entries["p50"], entries["p99"], entries["runs"]) == (2.5, 2.0, 10.0, 4)
+    path = tmp_path / "rows.json"
+    append_rows(path, [measured])
+    append_rows(path, [measured])
+    assert read_rows(path) == [measured, measured]
+    assert json.loads(path.read_text()) == [entries, entries]
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "object for the list": ({}, "valid array"),
+    "number for a row": ([7], "row 1: .*object"),
+    "a key missing": (
+        [row(), {key: value for key, value in row().items() if key != "driver"}],
+        "row 2: driver: Field required",
+    ),
+    "text for a number": ([row(p90="11")], "row 1: p90: .*valid number"),
+    "boolean for a number": ([row(runs=True)], "row 1: runs: .*valid integer"),
+    "number for text": ([row(gpu=7)], "row 1: gpu: .*valid string"),
+    "stages in a list": ([row(stages=[1])], "row 1: stages: "),
+    "text for a phase": ([row(phases={"import": "1"})], "row 1: phases: import: .*valid number"),
+}
+
+
+@pytest.mark.parametrize("rows, message", BAD.values(), ids=BAD)
+def test_refuses_invalid_rows(folder: Path, rows: Any, message: str) -> None:
+    (folder / "x.json").write_text(json.dumps(rows))
+    with pytest.raises(BadRows, match=message):
+        render(folder, folder.with_suffix(".md"))
+    with pytest.raises(BadRows, match=message):
+        append_rows(folder / "x.json", [])
+
+
+def test_the_command_writes_the_page(folder: Path) -> None:
+    write(folder, [row(steps=10), row(steps=20)])
+    result = CliRunner().invoke(cli.app, ["report", str(folder)])
+    assert result.exit_code == 0, result.output
+    assert "## Full size SDXL" in folder.with_suffix(".md").read_text()
+    assert (folder / "full-size-sdxl-steps.svg").exists()
+
+
+def test_bench_defaults_to_latency() -> None:
+    for arguments in (["bench", "latency", "--help"], ["bench", "toy/1", "--help"]):
+        assert "Measure a request in this process" in CliRunner().invoke(cli.app, arguments).output
+    assert (
+        "Measure cold starts of the real server"
+        in CliRunner().invoke(cli.app, ["bench", "cold-start", "--help"]).output
+    )

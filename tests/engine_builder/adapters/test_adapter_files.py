@@ -1,0 +1,291 @@
+"""Files of LoRA adapters: which key formats, folders and types are read, and what of a file is left out.
+
+The files in `cases` are like those of public bug reports, with random tensors for the tiny model. No store is needed:
+the layers are those of the tiny model's networks.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine_builder.adapters.errors import FORMATS, BadAdapter
+from engine_builder.adapters.names import LayerNames
+from engine_builder.adapters.offline import read_merge
+from engine_builder.adapters.read import Factors, open_adapter, read_factors
+from engine_builder.checkpoints.folder import Checkpoint
+from engine_builder.commands.build_arguments import parse_plan
+from model.adapters.layers import Layer
+from tests.support.adapters import CONVOLUTIONS, LINEARS, Delta, module_shapes, random_deltas, sgm_name
+from tests.support.repository import MODEL_FOLDER
+
+CASES = Path(__file__).parent / "cases"
+ATTENTION = "unet.down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"
+TEXT = "text_encoder.text_model.encoder.layers.0.self_attn.q_proj"
+Rename = Callable[[str], str]
+
+
+@pytest.fixture(scope="module")
+def layers() -> dict[str, Layer]:
+    shapes = module_shapes(MODEL_FOLDER)
+    return {name: Layer(name, shape, name.partition(".")[0], name) for name, shape in shapes.items()}
+
+
+@pytest.fixture(scope="module")
+def deltas(layers: dict[str, Layer]) -> dict[str, Delta]:
+    pattern = re.compile(f"{LINEARS.pattern}|{CONVOLUTIONS.pattern}|text_encoder_2.text_projection")
+    return random_deltas({name: layer.shape for name, layer in layers.items()}, pattern, 4, seed=1)
+
+
+@pytest.fixture
+def written(deltas: dict[str, Delta], tmp_path: Path) -> Path:
+    """A file in the keys of kohya's scripts, dotted."""
+    return write(tmp_path / "a.safetensors", deltas, lambda name: name)
+
+
+def write(
+    path: Path,
+    deltas: dict[str, Delta],
+    rename: Rename,
+    ends: tuple[str, str] = (".lora_down.weight", ".lora_up.weight"),
+) -> Path:
+    """Write factors and alphas under the names that `rename` gives to the modules."""
+    tensors = {}
+    for name, (down, up, alpha) in deltas.items():
+        up = up.reshape(*up.shape, *(1,) * (down.ndim - 2))
+        tensors |= {f"{rename(name)}{ends[0]}": down, f"{rename(name)}{ends[1]}": up}
+        tensors[f"{rename(name)}.alpha"] = torch.tensor(alpha)
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path)
+    return path
+
+
+def prefixes(unet: str, text_encoder: str, text_encoder_2: str) -> Rename:
+    """Return the renaming of components, where each prefix has its separator."""
+    starts = {"unet": unet, "text_encoder": text_encoder, "text_encoder_2": text_encoder_2}
+
+    def rename(name: str) -> str:
+        component, _, module = name.partition(".")
+        return starts[component] + module
+
+    return rename
+
+
+def original(rename: Rename) -> Rename:
+    """Name the UNet's blocks as Stability AI's code does."""
+    return lambda name: rename(sgm_name(name) if name.startswith("unet.") else name)
+
+
+def without_text_model(rename: Rename) -> Rename:
+    return lambda name: rename(name.replace(".text_model.", "."))
+
+
+COMFY = prefixes("diffusion_model.", "text_encoders.clip_l.transformer.", "text_encoders.clip_g.transformer.")
+FORMS: dict[str, Rename] = {
+    "OneTrainer, original": original(prefixes("unet.", "clip_l.", "clip_g.")),
+    "OneTrainer, diffusers": prefixes("lora_unet.", "lora_te1.", "lora_te2."),
+    "OneTrainer, original without prefix": original(prefixes("", "text_encoder.", "text_encoder_2.")),
+    "OneTrainer, transformers 5": without_text_model(prefixes("unet.", "text_encoder.", "text_encoder_2.")),
+    "ComfyUI": original(COMFY),
+    "ComfyUI, transformers 5": original(without_text_model(COMFY)),
+    "ComfyUI without transformer": original(
+        prefixes("diffusion_model.", "text_encoders.clip_l.", "clip_g.transformer.")
+    ),
+    "a checkpoint's prefix": original(prefixes("model.diffusion_model.", "lora_te.", "lora_te2.")),
+    "kohya, flat": lambda name: prefixes("lora_unet.", "lora_te1.", "lora_te2.")(name).replace(".", "_"),
+    "PEFT": prefixes("base_model.model.", "base_model.model.text_encoder.", "base_model.model.text_encoder_2."),
+    "PEFT, inside": prefixes("unet.base_model.model.", "text_encoder.base_model.model.", "text_encoder_2."),
+}
+
+
+def assert_equal(factors: dict[str, Factors], deltas: dict[str, Delta]) -> None:
+    assert factors.keys() == deltas.keys()
+    for name, (down, up, alpha) in deltas.items():
+        assert torch.equal(factors[name].down.flatten(1), down.flatten(1)) and torch.equal(factors[name].up, up)
+        assert factors[name].scale == alpha / len(down)
+
+
+@pytest.mark.parametrize("ends", [(".lora_down.weight", ".lora_up.weight"), (".lora_A.weight", ".lora_B.weight")])
+@pytest.mark.parametrize("rename", FORMS.values(), ids=FORMS)
+def test_reads_keys_of(
+    rename: Rename, ends: tuple[str, str], deltas: dict[str, Delta], layers: dict[str, Layer], tmp_path: Path
+) -> None:
+    file = open_adapter(write(tmp_path / "a.safetensors", deltas, rename, ends))
+    assert_equal(read_factors(file, layers), deltas)
+    assert file.warnings == ()
+
+
+def test_reads_lycoris_keys_of_a_unet(deltas: dict[str, Delta], layers: dict[str, Layer], tmp_path: Path) -> None:
+    unet = {name: delta for name, delta in deltas.items() if name.startswith("unet.")}
+    path = write(tmp_path / "a.safetensors", unet, lambda name: prefixes("lycoris.", "", "")(name).replace(".", "_"))
+    assert_equal(read_factors(open_adapter(path), layers), unet)
+
+
+def test_reads_old_attention_processors(deltas: dict[str, Delta], layers: dict[str, Layer], tmp_path: Path) -> None:
+    chosen = {name: delta for name, delta in deltas.items() if re.search(r"attn1\.to_|self_attn", name)}
+
+    def rename(name: str) -> str:
+        name = re.sub(r"self_attn\.(q|k|v|out)_proj", r"self_attn.to_\1", name)
+        return name.replace("attn1.to_", "attn1.processor.to_").replace("to_out.0", "to_out")
+
+    path = write(tmp_path / "a.safetensors", chosen, rename, ("_lora.down.weight", "_lora.up.weight"))
+    assert_equal(read_factors(open_adapter(path), layers), chosen)
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["output_blocks.2.1.conv", "output_blocks.2.2.conv", "output_blocks_2_1_conv", "up_blocks.0.upsamplers.0.conv"],
+)
+def test_upsampler_of_a_block_without_attention(key: str) -> None:
+    """Stable Diffusion 1 has one. OneTrainer numbers it like those of blocks with attention."""
+    modules = [f"down_blocks.0.resnets.{index}.conv1" for index in range(2)] + ["up_blocks.0.upsamplers.0.conv"]
+    names = LayerNames(Layer(f"unet.{module}", (8, 8, 3, 3), "unet", module) for module in modules)
+    found = names.find(f"lora_unet_{key}")
+    assert found is not None and found.layer == "unet.up_blocks.0.upsamplers.0.conv"
+
+
+@pytest.mark.parametrize(
+    "case, count, scale",
+    [("comfy", 6, 0.5), ("integer-alpha", 4, 0.5), ("lycoris", 4, 0.5), ("onetrainer", 6, 0.5), ("diffusers", 4, 1)],
+)
+def test_reads_files_of_reports(case: str, count: int, scale: float, layers: dict[str, Layer]) -> None:
+    factors = read_factors(open_adapter(CASES / f"lora-{case}.safetensors"), layers)
+    assert len(factors) == count and {entry.scale for entry in factors.values()} == {scale}
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64]
+    + [torch.float16, torch.bfloat16, torch.float64],
+)
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_reads_alpha_of_type(
+    dtype: torch.dtype, shape: tuple[int, ...], written: Path, deltas: dict[str, Delta], layers: dict[str, Layer]
+) -> None:
+    tensors = load_file(written)
+    alphas = {key: torch.full(shape, 2).to(dtype) for key in tensors if key.endswith(".alpha")}
+    save_file(tensors | alphas, written)
+    assert {entry.scale for entry in read_factors(open_adapter(written), layers).values()} == {0.5}
+
+
+@pytest.mark.parametrize(
+    "alpha, message",
+    [
+        (torch.tensor(True), "alpha' is BOOL, expected F16, BF16, F32, F64, I8, .* U32 or U64"),
+        (torch.tensor([2, 2]), "invalid alpha"),
+        (torch.tensor(2**62), "invalid alpha"),
+        (torch.tensor(-(2**62)), "invalid alpha"),
+        (torch.tensor([], dtype=torch.int32), "invalid alpha"),
+    ],
+)
+def test_refuses_alpha(alpha: torch.Tensor, message: str, written: Path, layers: dict[str, Layer]) -> None:
+    save_file(load_file(written) | {f"{ATTENTION}.alpha": alpha}, written)
+    with pytest.raises(BadAdapter, match=message):
+        read_factors(open_adapter(written), layers)
+
+
+@pytest.mark.parametrize("names", [["pytorch_lora_weights", "b"], ["adapter_model", "b"], ["any"], ["any", ".hidden"]])
+def test_reads_the_file_of_a_folder(names: list[str], layers: dict[str, Layer], tmp_path: Path) -> None:
+    for index, name in enumerate(names):
+        file = tmp_path / f"{name}.safetensors"
+        shutil.copy(CASES / ("lora-diffusers.safetensors" if not index else "lora-comfy.safetensors"), file)
+    assert len(read_factors(open_adapter(tmp_path), layers)) == 4
+
+
+@pytest.mark.parametrize(
+    "names, message",
+    [
+        (
+            ["adapter_model.safetensors", "pytorch_lora_weights.safetensors"],
+            "has several files: adapter_model.* Name one",
+        ),
+        (["a.safetensors", "b.safetensors"], "has several files: a.safetensors, b.safetensors. Name one"),
+        ([f"{index}.safetensors" for index in range(9)], "several files: 0.safetensors.* 4.safetensors and 4 more"),
+        ([], "has no safetensors file, such as adapter_model.safetensors or pytorch_lora_weights.safetensors"),
+        (["pytorch_lora_weights.bin"], "has no safetensors file.* pytorch_lora_weights.bin may hold a pickle"),
+    ],
+)
+def test_refuses_folder(names: list[str], message: str, tmp_path: Path) -> None:
+    for name in names:
+        shutil.copy(CASES / "lora-diffusers.safetensors", tmp_path / name)
+    with pytest.raises(BadAdapter, match=message):
+        open_adapter(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "key, message",
+    [
+        (
+            "foo.bar.lora_A.weight",
+            f"the key format of 'foo.bar.lora_A.weight' is unknown. These formats are read: {FORMATS}",
+        ),
+        ("model.layers.0.self_attn.q_proj.lora_A.weight", "key format of 'model.layers.0.* is unknown"),
+        ("text_model.encoder.layers.0.mlp.fc1.lora_A.weight", "key format of 'text_model.* is unknown"),
+        ("lycoris_text_model_encoder_layers_0_mlp_fc1.lora_down.weight", "key format of 'lycoris_text.* is unknown"),
+        ("diffusion_model.double_blocks.0.img_attn.qkv.lora_A.weight", "no layer for .* is for another model"),
+        ("transformer.transformer_blocks.0.attn.to_q.lora_A.weight", "no layer for .* is for another model"),
+        ("lora_transformer_transformer_blocks_0_attn_to_q.lora_down.weight", "no layer for .* is for another model"),
+        ("lora_te3_encoder_block_0_layer_0_SelfAttention_k.lora_down.weight", "no layer for .* is for another model"),
+        ("input_blocks.99.1.proj_in.lora_down.weight", "no layer for .* is for another model"),
+        ("diffusion_model.input_blocks.3.1.proj_in.diff", "shows full weight differences"),
+        ("diffusion_model.input_blocks.3.1.proj_in.diff_b", "shows full weight differences"),
+        ("unet.conv_in.lora_B.bias", "shows a LoRA with biases"),
+        ("conditioner.embedders.0.weight", "is not the name of a LoRA's tensor"),
+        ("bundle_embeddings", "is not the name of a LoRA's tensor"),
+    ],
+)
+def test_names_what_is_wrong_with_a_key(key: str, message: str, layers: dict[str, Layer], tmp_path: Path) -> None:
+    save_file({key: torch.zeros(4, 4)}, tmp_path / "a.safetensors")
+    with pytest.raises(BadAdapter, match=message):
+        read_factors(open_adapter(tmp_path / "a.safetensors"), layers)
+
+
+@pytest.mark.parametrize("stem", [ATTENTION.replace(".", "_"), f"lora_{ATTENTION}", ATTENTION.removeprefix("unet.")])
+def test_refuses_two_spellings_of_a_layer(stem: str, written: Path, layers: dict[str, Layer]) -> None:
+    save_file(load_file(written) | {f"{stem}.lora_A.weight": torch.zeros(4, 96)}, written)
+    with pytest.raises(BadAdapter, match=f"{ATTENTION} has two tensors 'down'"):
+        read_factors(open_adapter(written), layers)
+
+
+def test_leaves_out_bundled_embeddings(layers: dict[str, Layer], tmp_path: Path) -> None:
+    tensors = load_file(CASES / "lora-bundled-embedding.safetensors")
+    plain = {key: tensor for key, tensor in tensors.items() if not key.startswith("bundle_emb.")}
+    save_file(plain, tmp_path / "plain.safetensors")
+    others = ("a.b.clip_l_out", "web.string_to_param.*", "params.emb_params", "x\x1b[31m.clip_g")
+    more = {f"bundle_emb.{name}": torch.ones(1, 4, dtype=torch.bool) for name in others}
+    save_file(tensors | more, tmp_path / "bundle.safetensors")
+    file = open_adapter(tmp_path / "bundle.safetensors")
+    expected = read_factors(open_adapter(tmp_path / "plain.safetensors"), layers)
+    assert read_factors(file, layers).keys() == expected.keys()
+    [warning] = file.warnings
+    assert "preheat add-embedding" in warning and "\x1b" not in warning
+    assert all(name in warning for name in ("myface", "a.b", "web", "params"))
+
+
+def test_refuses_file_with_embeddings_only(tmp_path: Path) -> None:
+    save_file({"bundle_emb.myface.clip_l": torch.zeros(1, 4)}, tmp_path / "a.safetensors")
+    with pytest.raises(BadAdapter, match=r"has only embeddings \(myface\)"):
+        open_adapter(tmp_path / "a.safetensors")
+
+
+def test_build_names_what_a_merge_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
+    bundle = CASES / "lora-bundled-embedding.safetensors"
+    assert "myface" in read_merge(Checkpoint(MODEL_FOLDER), [(bundle, 1.0)]).warnings[0]
+    parse_plan(str(MODEL_FOLDER), name="merged", loras=[f"{bundle}:0.5"])
+    output = " ".join(capsys.readouterr().out.split())
+    assert "warning" in output and "embeddings, which were left out: myface" in output
+
+
+def test_peft_file_without_options_warns(written: Path, layers: dict[str, Layer]) -> None:
+    tensors = {key: tensor for key, tensor in load_file(written).items() if not key.endswith(".alpha")}
+    save_file({f"base_model.model.{key}": tensor for key, tensor in tensors.items()}, written)
+    file = open_adapter(written)
+    assert {entry.scale for entry in read_factors(file, layers).values()} == {1}
+    assert "adapter_config.json, which PEFT writes next to it, is missing" in file.warnings[0]
+    written.with_name("adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 8}))
+    file = open_adapter(written)
+    assert {entry.scale for entry in read_factors(file, layers).values()} == {2} and file.warnings == ()

@@ -1,0 +1,307 @@
+"""PEFT's options of an adapter give the same scales as in PEFT and diffusers, or are refused by name."""
+
+import dataclasses
+import json
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import StableDiffusionXLPipeline, UNet2DConditionModel
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file, save_file
+
+from engine_builder.adapters.errors import BadAdapter
+from engine_builder.adapters.options import NO_EFFECT, PEFT_OPTIONS, READ
+from engine_builder.adapters.read import AdapterFile, Factors, open_adapter, read_factors
+from model.adapters.layers import Layer
+from tests.support.adapters import LINEARS, Delta, module_shapes, random_deltas
+from tests.support.repository import MODEL_FOLDER
+
+CASES = Path(__file__).parent / "cases"
+COMPONENTS = ("unet", "text_encoder", "text_encoder_2")
+TARGETS = {"unet": ["to_q", "to_k", "to_v", "to_out.0"]} | dict.fromkeys(COMPONENTS[1:], ["q_proj", "fc1"])
+TO_Q = "unet.down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"
+Options = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def layers() -> dict[str, Layer]:
+    shapes = module_shapes(MODEL_FOLDER)
+    return {name: Layer(name, shape, name.partition(".")[0], name) for name, shape in shapes.items()}
+
+
+@pytest.fixture(scope="module")
+def deltas(layers: dict[str, Layer]) -> dict[str, Delta]:
+    """Factors of rank 4 for the modules of `TARGETS`, and of rank 2 for the UNet's attn2."""
+    deltas = random_deltas({name: layer.shape for name, layer in layers.items()}, LINEARS, 4, seed=1)
+    chosen = {
+        name: delta
+        for name, delta in deltas.items()
+        if any(name.endswith(f".{target}") for target in TARGETS[name.partition(".")[0]])
+    }
+    return {name: (d[:2], u[:, :2], a) if ".attn2." in name else (d, u, a) for name, (d, u, a) in chosen.items()}
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> Iterator[StableDiffusionXLPipeline]:
+    levels = {name: logging.getLogger(name).level for name in ("diffusers", "transformers")}
+    for name in levels:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    yield StableDiffusionXLPipeline.from_pretrained(MODEL_FOLDER)
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+
+
+def options_of(**components: Options) -> Options:
+    """Return the options that diffusers writes: those that every file has, and more for some components."""
+    options = {}
+    for component in COMPONENTS:
+        every = {"r": 4, "lora_alpha": 4, "target_modules": TARGETS[component], "peft_type": "LORA"}
+        if component == "unet":
+            every["rank_pattern"] = {r".*attn2\.to_.*": 2}
+        options |= {f"{component}.{key}": value for key, value in (every | components.get(component, {})).items()}
+    return options
+
+
+def write(path: Path, deltas: Mapping[str, Delta], options: Options) -> Path:
+    ends = (".lora_A.weight", ".lora_B.weight")
+    tensors = {name + end: delta[index] for name, delta in deltas.items() for index, end in enumerate(ends)}
+    metadata = {"lora_adapter_metadata": json.dumps(options)}
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path, metadata)
+    return path
+
+
+def read(path: Path, layers: dict[str, Layer]) -> tuple[dict[str, Factors], AdapterFile]:
+    file = open_adapter(path)
+    return read_factors(file, layers), file
+
+
+def diffusers_scales(pipeline: StableDiffusionXLPipeline, path: Path) -> dict[str, float]:
+    """Load a file with diffusers. Returns the scale of each layer, without those whose tensors it leaves out."""
+    scales = {}
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            pipeline.load_lora_weights(path)
+        for component in COMPONENTS:
+            for name, module in getattr(pipeline, component).named_modules():
+                if isinstance(module, LoraLayer) and bool(module.lora_B["default_0"].weight.any()):
+                    prefix = "text_model." if name.startswith("encoder.") else ""
+                    scales[f"{component}.{prefix}{name}"] = module.scaling["default_0"]
+    finally:
+        pipeline.unload_lora_weights()
+    return scales
+
+
+EVERYWHERE = {
+    "equal alphas": {"lora_alpha": 6},
+    "a fraction": {"lora_alpha": 2.5},
+    "the first match": {"alpha_pattern": {"attn1.to_q": 64, "0.mlp.fc1": 32, "to_q": 1, "fc1": 2}},
+    "the first match, reversed": {"alpha_pattern": {"to_q": 1, "fc1": 2, "attn1.to_q": 64, "0.mlp.fc1": 32}},
+    "regular expressions": {"alpha_pattern": {r".*attn1\.to_[qk]": 64, r"layers\.[02]\.mlp\.fc\d": 32}},
+    "no ends of words": {"alpha_pattern": {"o_q": 64, "c1": 32, "_proj": 8}},
+    "anchored": {"alpha_pattern": {r"^down_blocks\..*": 64, r"^encoder.*": 32, r"^text_model.*": 16}},
+    "whole names": {"alpha_pattern": {TO_Q.removeprefix("unet."): 64, "encoder.layers.0.mlp.fc1": 32}},
+    "a dot is any character": {"alpha_pattern": {"attn1.to.q": 64, "mlp.fc.": 32}},
+    "alternatives across the group": {"alpha_pattern": {"to_q)|(fc1": 64}},
+    "a zero": {"alpha_pattern": {"to_q": 0, "fc1": -4}},
+    "options without effect": {"lora_dropout": 0.5, "init_lora_weights": "Gaussian", "inference_mode": True},
+    "options at their defaults": {"use_dora": False, "use_rslora": False, "bias": "none", "modules_to_save": None},
+}
+
+
+@pytest.mark.parametrize("options", EVERYWHERE.values(), ids=EVERYWHERE)
+def test_scales_are_those_of_diffusers(
+    options: Options,
+    deltas: dict[str, Delta],
+    layers: dict[str, Layer],
+    pipeline: StableDiffusionXLPipeline,
+    tmp_path: Path,
+) -> None:
+    path = write(tmp_path / "a.safetensors", deltas, options_of(**dict.fromkeys(COMPONENTS, options)))
+    factors, _ = read(path, layers)
+    assert {name: entry.scale for name, entry in factors.items()} == diffusers_scales(pipeline, path)
+
+
+def test_components_have_their_own_options(
+    deltas: dict[str, Delta], layers: dict[str, Layer], pipeline: StableDiffusionXLPipeline, tmp_path: Path
+) -> None:
+    options = options_of(
+        unet={"lora_alpha": 12, "alpha_pattern": {"fc1": 100}},
+        text_encoder={"lora_alpha": 2, "alpha_pattern": {"q_proj": 8}, "target_modules": r".*(q_proj|fc\d)"},
+        text_encoder_2={"alpha_pattern": {r"text_model\..*layers\.1.*": 16}, "layers_to_transform": [0, 1, 2, 3]},
+    )
+    path = write(tmp_path / "a.safetensors", deltas, options | {"transformer.alpha_pattern": {"to_q": 9}})
+    factors, _ = read(path, layers)
+    scales = {name: entry.scale for name, entry in factors.items()}
+    assert scales == diffusers_scales(pipeline, path) and len(set(scales.values())) > 4
+
+
+def test_reads_the_case_of_a_report(layers: dict[str, Layer], pipeline: StableDiffusionXLPipeline) -> None:
+    path = CASES / "lora-alpha-pattern.safetensors"
+    factors, _ = read(path, layers)
+    assert factors[TO_Q].scale == 16
+    assert {name: entry.scale for name, entry in factors.items()} == diffusers_scales(pipeline, path)
+
+
+def test_names_of_transformers_4_are_warned_about(
+    deltas: dict[str, Delta], layers: dict[str, Layer], pipeline: StableDiffusionXLPipeline, tmp_path: Path
+) -> None:
+    options = options_of(text_encoder={"alpha_pattern": {r"text_model\.encoder.*": 8}})
+    path = write(tmp_path / "a.safetensors", deltas, options)
+    factors, file = read(path, layers)
+    assert {name: entry.scale for name, entry in factors.items()} == diffusers_scales(pipeline, path)
+    assert "text_encoder.alpha_pattern names text_model" in file.warnings[0]
+
+
+@pytest.mark.parametrize(
+    "targets, ranks, alphas",
+    [
+        (["to_q", "to_k"], {"attn2.to_k": 2}, {r"down_blocks\.1\..*to_q": 16, "to_q": 2, "^mid_block.*": 5}),
+        (r"(down|mid)_blocks?\..*(conv[12]|proj_in|ff\.net\.2)", {r"resnets\.0\.conv1": 3}, {r".*conv\d": 16}),
+    ],
+)
+def test_scales_of_a_folder_are_those_of_peft(
+    targets: list[str] | str, ranks: Options, alphas: Options, layers: dict[str, Layer], tmp_path: Path
+) -> None:
+    config = LoraConfig(
+        r=4, target_modules=targets, lora_alpha=6, rank_pattern=ranks, alpha_pattern=alphas, init_lora_weights=False
+    )
+    trained = get_peft_model(UNet2DConditionModel.from_pretrained(MODEL_FOLDER / "unet"), config)
+    trained.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(UNet2DConditionModel.from_pretrained(MODEL_FOLDER / "unet"), tmp_path)
+    factors, _ = read(tmp_path, layers)
+    expected = {
+        f"unet.{name.removeprefix('base_model.model.')}": module
+        for name, module in loaded.named_modules()
+        if isinstance(module, LoraLayer)
+    }
+    assert factors.keys() == expected.keys()
+    for name, entry in factors.items():
+        change = expected[name].get_delta_weight("default")
+        torch.testing.assert_close((entry.scale * (entry.up @ entry.down.flatten(1))).view_as(change), change)
+
+
+def test_every_option_of_peft_is_known() -> None:
+    fields = {field.name for field in dataclasses.fields(LoraConfig)}
+    assert fields <= PEFT_OPTIONS.keys(), "decide whether the new options of PEFT change an adapter"
+
+
+CHANGED = {"bias": "all", "layer_replication": [[0, 1]], "modules_to_save": ["conv_in"], "kasa_config": {}}
+
+
+@pytest.mark.parametrize("option", [name for name, use in PEFT_OPTIONS.items() if use not in (READ, NO_EFFECT)])
+@pytest.mark.parametrize("place", ["header", "folder"])
+def test_refuses_option(place: str, option: str, deltas: dict[str, Delta], tmp_path: Path) -> None:
+    value = CHANGED.get(option, True)
+    if place == "header":
+        path = write(tmp_path / "a.safetensors", deltas, options_of(text_encoder={option: value}))
+    else:
+        path = tmp_path
+        write(tmp_path / "adapter_model.safetensors", deltas, {})
+        tensors = load_file(tmp_path / "adapter_model.safetensors")
+        save_file(tensors, tmp_path / "adapter_model.safetensors")
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 4, option: value}))
+    with pytest.raises(BadAdapter, match=f"is not a plain LoRA: PEFT's option {option} states"):
+        open_adapter(path)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"init_lora_weights": "pissa"}, "option init_lora_weights states a change of the model's own weights .pissa."),
+        ({"init_lora_weights": "olora"}, "option init_lora_weights states a change of the model's own weights"),
+        ({"peft_type": "LOKR"}, "option peft_type states LOKR"),
+        ({"use_future": True}, "option use_future states something unknown"),
+        ({"future_config": {"x": 1}}, "option future_config states something unknown"),
+        ({"r": 8}, "has rank 4, and PEFT's options state 8"),
+        ({"rank_pattern": {"to_q": 3}}, "to_q has rank 4, and PEFT's options state 3"),
+        ({"rank_pattern": {"to_q": True}}, "to_q has an invalid rank in PEFT's options"),
+        ({"lora_alpha": "8"}, "has an invalid alpha .8."),
+        ({"lora_alpha": None}, "has an invalid alpha .None."),
+        ({"lora_alpha": True}, "has an invalid alpha .True."),
+        ({"lora_alpha": 1e9}, "has an invalid alpha"),
+        ({"lora_alpha": float("nan")}, "has an invalid alpha .nan."),
+        ({"alpha_pattern": {"to_q": [1]}}, "to_q has an invalid alpha"),
+        ({"alpha_pattern": ["to_q"]}, "option alpha_pattern is .*, expected an object"),
+        ({"alpha_pattern": {"(": 1}}, "patterns cannot be evaluated: '.' is not a regular expression"),
+        ({"alpha_pattern": {"(?i)TO_Q": 1}}, "patterns cannot be evaluated: .* is not a regular expression"),
+        ({"alpha_pattern": {"a" * 2000: 1}}, "patterns cannot be evaluated: .* has 2000 characters"),
+        ({"alpha_pattern": {r"(\w+\.?)+!": 1}}, "patterns cannot be evaluated: they take more than 5 s"),
+        ({"rank_pattern": {"(" * 900: 1}}, "patterns cannot be evaluated"),
+    ],
+)
+def test_refuses_options(
+    options: Options, message: str, deltas: dict[str, Delta], layers: dict[str, Layer], tmp_path: Path
+) -> None:
+    path = write(tmp_path / "a.safetensors", {TO_Q: deltas[TO_Q]}, options_of(unet=options))
+    with pytest.raises(BadAdapter, match=message):
+        read(path, layers)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["q_proj"]},
+        {"target_modules": r".*\.q_proj"},
+        {"exclude_modules": ["layers.1.mlp.fc1"]},
+        {"exclude_modules": r".*1\.mlp.*"},
+        {"layers_to_transform": [0]},
+        {"layers_to_transform": 0, "layers_pattern": "layers"},
+        {"layers_to_transform": [1, 2], "layers_pattern": ["blocks", "layers"]},
+    ],
+)
+def test_refuses_tensors_that_diffusers_leaves_out(
+    options: Options,
+    deltas: dict[str, Delta],
+    layers: dict[str, Layer],
+    pipeline: StableDiffusionXLPipeline,
+    tmp_path: Path,
+) -> None:
+    path = write(tmp_path / "a.safetensors", deltas, options_of(text_encoder=options))
+    assert diffusers_scales(pipeline, path).keys() < deltas.keys()
+    with pytest.raises(BadAdapter, match="leave out .*, which has tensors"):
+        read(path, layers)
+
+
+def test_unknown_number_is_warned_about(deltas: dict[str, Delta], layers: dict[str, Layer], tmp_path: Path) -> None:
+    options = options_of(**dict.fromkeys(COMPONENTS, {"future_size": 16, "future_config": None}))
+    _, file = read(write(tmp_path / "a.safetensors", deltas, options), layers)
+    [warning] = file.warnings
+    assert "PEFT's option future_size (16) is unknown and was not read" in warning
+
+
+@pytest.mark.parametrize(
+    "alpha, stated, message",
+    [
+        (4, 4, None),
+        (0.1, 0.1, None),  # rounded to float16 in the file
+        (16, 4, "has alpha 16, and PEFT's options state 4"),
+        (4, 10**400, "has an invalid alpha"),
+    ],
+)
+def test_alpha_of_file_and_options_must_agree(
+    alpha: float, stated: float, message: str | None, deltas: dict[str, Delta], layers: dict[str, Layer], tmp_path: Path
+) -> None:
+    path = write(tmp_path / "a.safetensors", {TO_Q: deltas[TO_Q]}, {})
+    tensors = load_file(path) | {f"{TO_Q}.alpha": torch.tensor(alpha, dtype=torch.float16)}
+    metadata = {"lora_adapter_metadata": json.dumps(options_of(unet={"lora_alpha": stated}))}
+    save_file(tensors, path, metadata)
+    if message is None:
+        assert read(path, layers)[0][TO_Q].scale == pytest.approx(alpha / 4, rel=1e-3)
+    else:
+        with pytest.raises(BadAdapter, match=message):
+            read(path, layers)
+
+
+def test_bare_keys_take_bare_options(deltas: dict[str, Delta], layers: dict[str, Layer], tmp_path: Path) -> None:
+    """As `unet.save_lora_adapter` writes them."""
+    options = {"r": 4, "lora_alpha": 2, "alpha_pattern": {"attn1.to_q": 8}}
+    bare = {TO_Q.removeprefix("unet."): deltas[TO_Q]}
+    assert read(write(tmp_path / "a.safetensors", bare, options), layers)[0][TO_Q].scale == 2
+    with pytest.raises(BadAdapter, match="options in the header do not name a component"):
+        read(write(tmp_path / "a.safetensors", {TO_Q: deltas[TO_Q]}, options), layers)

@@ -1,0 +1,340 @@
+"""Real plans of TensorRT-RTX for data/tiny-sdxl with its refiner, built without a GPU: build, publish, check, refuse.
+
+No test deserializes a plan: without a GPU the library would end the process.
+"""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load, save_file
+from typer.testing import CliRunner
+
+from engine_builder.backends.aot_inductor.compile import dynamic_bucket, static_bucket
+from engine_builder.backends.onnx.export import write_model
+from engine_builder.backends.onnx.graph_store import load_or_export_graph
+from engine_builder.backends.tensorrt.build import build_plan
+from engine_builder.backends.tensorrt.options import PlanOptions
+from engine_builder.backends.tensorrt.plan_settings import Profile, ShapeRange, optimization_profiles
+from engine_builder.building.build_plan import SizesRefused
+from engine_builder.commands.main import app
+from engine_builder.networks.network import Network
+from engine_builder.releases.publish import publish
+from engine_builder.stores.store import WritableStore, open_writable_store
+from model.cold_start import ColdStart
+from model.engines.tensorrt.engine import TensorRTPlan
+from model.engines.tensorrt.execution import Plan, PlanError
+from model.engines.tensorrt.libraries import TENSORRT_RTX, TensorRTUnavailable, driver_cuda_version
+from model.loading.load import load_release
+from model.loading.runtimes import list_targets, sort_fastest_first
+from model.loading.select import select
+from model.loading.target import Target, detect_targets
+from model.store.manifest import EngineRecord, Manifest
+from model.store.precision import FP16
+from tests.engine_builder.helpers import folder_of
+from tests.support.components import BASE_COMPONENTS, REFINER_COMPONENTS
+from tests.support.fake_tensorrt import RTX_VERSION, Fake
+from tests.support.repository import MODEL_FOLDER, REPOSITORY
+from tests.support.tensorrt_rtx import capabilities_of
+
+COMPONENTS = BASE_COMPONENTS + REFINER_COMPONENTS
+OPTIONS = PlanOptions(refit="none", runtime="tensorrt-rtx")
+CAPABILITIES = ["sm80", "sm86", "sm89"]
+TARGETS = [f"cuda-{capability}-rtx1.7" for capability in CAPABILITIES]
+Built = tuple[WritableStore, Manifest]
+needs_no_driver = pytest.mark.skipif(
+    driver_cuda_version() is not None,
+    reason="shows the refusal without an NVIDIA driver: run it where there is none",
+)
+
+
+@pytest.fixture(autouse=True)
+def never_deserialize(rtx: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise AssertionError("a plan is deserialized")
+
+    monkeypatch.setattr(rtx.Runtime, "deserialize_cuda_engine", fail)
+
+
+# -- plans of every component -------------------------------------------------------------------------------------
+
+
+def dynamic_profile(network: Network) -> Profile:
+    """Return a profile of batches 1 to 4 and sides to 512 pixels, tuned for a batch of 2 at 256x256."""
+    has_size = any("height" in str(size) for spec in network.signature.inputs for size in spec.shape)
+    sides = (256, 256) if has_size else (None, None)
+    bucket = dynamic_bucket(network.multiple if has_size else None, max_batch=4, max_side=512)
+    ends, tuned = optimization_profiles(network.signature, [bucket, static_bucket(2, *sides)])
+    return {name: ShapeRange(shapes.smallest, tuned[name].tuned, shapes.largest) for name, shapes in ends.items()}
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_builds_each_component_for_one_gpu_and_for_three(
+    component: str, tiny_networks: dict[str, Network], tiny_graphs: WritableStore, tmp_path: Path
+) -> None:
+    network = tiny_networks[component]
+    _, graph = load_or_export_graph(network, tiny_graphs)
+    save_file({name: tensor.contiguous() for name, tensor in network.tensors().items()}, tmp_path / "weights")
+    model = write_model(graph, [tmp_path / "weights"], tmp_path / "model" / f"{component}.onnx", link=True)
+    profile = dynamic_profile(network)
+    assert all(shapes.smallest < shapes.tuned < shapes.largest for shapes in profile.values())
+    for capabilities in (*([name] for name in CAPABILITIES), CAPABILITIES):
+        plan = build_plan(component, model, [profile], FP16, OPTIONS, None, capabilities).plan
+        assert capabilities_of(plan) == capabilities
+        assert len(plan) > (tmp_path / "weights").stat().st_size
+
+
+# -- a release ----------------------------------------------------------------------------------------------------
+
+
+def run(*arguments: str, status: int = 0) -> str:
+    """Run a command of `preheat`. Returns its output in one line."""
+    result = CliRunner().invoke(app, arguments, catch_exceptions=status == 1)
+    assert result.exit_code == status, result.output
+    return " ".join(result.output.split())
+
+
+def build_arguments(store: WritableStore) -> list[str]:
+    gpus = ["--gpu", "a10g", "--gpu", "A100", "--gpu", "l4"]
+    sizes = ["--size", "256x256@1", "--size", "256x384@2"]
+    return ["build", str(MODEL_FOLDER), "--runtime", "tensorrt-rtx", *gpus, *sizes, "--store", store.url]
+
+
+@pytest.fixture(scope="module")
+def output() -> list[str]:
+    """The output of the build of `built`."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def built(
+    rtx: ModuleType, tiny_graphs: WritableStore, tmp_path_factory: pytest.TempPathFactory, output: list[str]
+) -> Built:
+    """data/tiny-sdxl with its refiner, built by `preheat build` for three GPUs in two sizes, and published."""
+    folder = tmp_path_factory.mktemp("rtx") / "store"
+    store = open_writable_store(shutil.copytree(folder_of(tiny_graphs), folder))
+    output.append(run(*build_arguments(store)))
+    run("publish", "tiny-sdxl", "--store", store.url)
+    return store, store.read_release("tiny-sdxl/1")
+
+
+def engines_of(manifest: Manifest, component: str) -> list[EngineRecord]:
+    return [engine for engine in manifest.engines if engine.component == component]
+
+
+def test_build_lists_its_plans(built: Built, output: list[str]) -> None:
+    assert f"for {', '.join(TARGETS)} in fp16; sizes @ batch: 256x256@1, 256x384@2" in output[0]
+    assert "unet: building: Building engine 0%" in output[0]
+    # The plans are listed once, not for each target. The refiner's second text encoder is the base's.
+    assert output[0].count("not run") == len(built[1].engines) // 3
+
+
+def test_one_plan_of_a_component_serves_three_targets(built: Built) -> None:
+    store, manifest = built
+    assert manifest.targets == tuple(TARGETS) and set(manifest.components) == set(COMPONENTS)
+    for component in COMPONENTS:
+        engines = engines_of(manifest, component)
+        [blob] = {engine.blob for engine in engines}
+        assert len({engine.key for engine in engines}) == len(engines)
+        assert capabilities_of(store.get(blob.sha256, blob.bytes).read_bytes()) == CAPABILITIES
+        profiles = {
+            target: [e.tensorrt.profile for e in engines if e.tensorrt and e.target == target] for target in TARGETS
+        }
+        assert all(sorted(numbers) == list(range(len(engines) // 3)) for numbers in profiles.values())
+    unet_buckets = [engine.bucket for engine in engines_of(manifest, "unet") if engine.target == TARGETS[0]]
+    assert {(b.batch.max, b.height.max, b.width.max) for b in unet_buckets if b.height and b.width} == {
+        (1, 256, 256),
+        (2, 384, 256),
+    }
+
+
+def test_manifest_states_what_is_known_of_plans_that_never_ran(built: Built) -> None:
+    weights = {record.component: record.identity for record in built[1].weights}
+    for engine in built[1].engines:
+        assert (engine.runtime, engine.runtime_version) == ("tensorrt-rtx", RTX_VERSION)
+        assert engine.accuracy is None and engine.benchmark is None
+        assert engine.tensorrt is not None and engine.tensorrt.workspace_bytes is None
+        assert engine.tensorrt.refit == "none" and engine.holds_weights
+        assert engine.tensorrt.weights == weights[engine.component]
+
+
+def test_plans_hold_tensors_of_their_weights(built: Built) -> None:
+    store, manifest = built
+    for record in manifest.weights:
+        [blob] = {engine.blob for engine in engines_of(manifest, record.component)}
+        plan = store.get(blob.sha256, blob.bytes).read_bytes()
+        tensors = [t for b in record.blobs for t in load(store.get(b.sha256, b.bytes).read_bytes()).values()]
+        # Most are stored in another layout.
+        assert any(tensor.nbytes > 256 and tensor.numpy().tobytes() in plan for tensor in tensors), record.component
+
+
+def test_building_again_builds_nothing(built: Built) -> None:
+    store, manifest = built
+    again = run(*build_arguments(store))
+    assert "writing weights" not in again, "the drafts of all targets are current"
+    assert again.count("reused") == len(manifest.engines) // 3
+    renamed = run(*build_arguments(store), "--name", "renamed")
+    assert "writing weights" in renamed and "building:" not in renamed and "exporting" not in renamed
+    assert publish(store, "tiny-sdxl") == (manifest, False)
+
+
+def test_verify_accepts_the_release_and_finds_a_damaged_plan(built: Built, tmp_path: Path) -> None:
+    store = open_writable_store(shutil.copytree(folder_of(built[0]), tmp_path / "store"))
+    run("verify", "tiny-sdxl/1", "--store", store.url)
+    path = folder_of(store) / "blobs" / "sha256" / engines_of(built[1], "unet")[0].blob.sha256
+    with path.open("r+b") as file:
+        file.seek(1000)
+        file.write(b"damaged")
+    assert "damaged" in run("verify", "tiny-sdxl/1", "--store", store.url, status=1)
+
+
+def test_refuses_an_impossible_size_before_it_begins(tmp_path: Path) -> None:
+    options = ["--runtime", "tensorrt-rtx", "--gpu", "a10g", "--size", "256x250@1"]
+    result = CliRunner().invoke(app, ["build", str(MODEL_FOLDER), *options, "--store", str(tmp_path / "store")])
+    assert isinstance(result.exception, SizesRefused) and "256x250@1 is not a possible" in str(result.exception)
+    assert not (tmp_path / "store").exists()
+
+
+# -- a deployment -------------------------------------------------------------------------------------------------
+
+
+def write_config(folder: Path, store: WritableStore, gpu: str, packages: bool = True) -> Path:
+    """Write the config of a GPU with the release, the runtime and the packages of TensorRT-RTX."""
+    config = yaml.safe_load((REPOSITORY / "truss" / "configs" / f"{gpu}.yaml").read_text())
+    if packages:
+        config["requirements"] += [f"tensorrt-rtx-cu13-{part}=={RTX_VERSION}" for part in ("libs", "bindings")]
+    config["model_metadata"]["preheat"] |= {
+        "store": store.url, "release": "tiny-sdxl/1", "runtime": "tensorrt-rtx", "buckets": []
+    }  # fmt: skip
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+@pytest.mark.parametrize(("gpu", "target"), [("a100", TARGETS[0]), ("a10g", TARGETS[1]), ("l4", TARGETS[2])])
+def test_config_of_each_gpu_is_accepted(gpu: str, target: str, built: Built, tmp_path: Path) -> None:
+    lines = run("check-config", str(write_config(tmp_path, built[0], gpu)))
+    assert f"target {target}" in lines and "sizes 256x256@1, 256x384@2 " in lines
+    plans = {engine.blob.sha256: engine.blob.bytes for engine in built[1].engines}
+    assert f"fetches {round(sum(plans.values()) / 2**20)} MiB" in lines, "no weights: the plans hold them"
+
+
+def test_config_of_an_h100_is_refused_in_one_sentence(built: Built, tmp_path: Path) -> None:
+    lines = run("check-config", str(write_config(tmp_path, built[0], "h100")), status=1)
+    assert (
+        "refused TensorRT-RTX does not support the GPU h100 (compute capability 9.0); it supports 7.5, 8.0, 8.6, 8.9, "
+        "12.0, 12.1. Choose a GPU with one of these, or the runtime aot_inductor or tensorrt." in lines
+    )
+    assert lines.count("refused") == 1
+
+
+def test_config_without_the_library_is_refused(built: Built, tmp_path: Path) -> None:
+    lines = run("check-config", str(write_config(tmp_path, built[0], "a10g", packages=False)), status=1)
+    assert "chooses the runtime tensorrt-rtx for A10G and pins no TensorRT-RTX." in lines
+
+
+def test_selection_of_a_gpu_has_one_target_and_no_weights(built: Built) -> None:
+    gpu = Target("cuda", "a10g", "sm86", "torch2.11-cu130")
+    selection = select(built[1], list_targets("tensorrt-rtx", [gpu]), [])
+    assert selection.target == TARGETS[1] and selection.weight_blobs() == []
+    assert selection.shared == {"refiner_text_encoder_2": "text_encoder_2"}
+    assert {engine.target for engines in selection.engines.values() for engine in engines} == {TARGETS[1]}
+
+
+@needs_no_driver
+def test_machine_without_a_gpu_does_not_open_a_plan(built: Built) -> None:
+    with pytest.raises(TensorRTUnavailable, match="TensorRT-RTX needs an NVIDIA GPU, and this machine has none"):
+        list_targets("tensorrt-rtx", detect_targets())
+    engine = engines_of(built[1], "unet")[0]
+    plan = built[0].get(engine.blob.sha256, engine.blob.bytes).read_bytes()
+    for device in ("cpu", "cuda"):
+        with pytest.raises(TensorRTUnavailable, match="TensorRT-RTX needs an NVIDIA GPU, and PyTorch finds none here"):
+            TensorRTPlan(TENSORRT_RTX, "unet", plan, RTX_VERSION, engine.signature, None, torch.device(device))
+
+
+# -- the header of a plan -----------------------------------------------------------------------------------------
+
+NOT_PLANS: dict[str, Callable[[bytes], bytes]] = {
+    "8 bytes": lambda plan: plan[:8],
+    "32 bytes": lambda plan: plan[:32],
+    "empty": lambda plan: b"",
+    "zeros": lambda plan: bytes(4096),
+    "ZIP": lambda plan: b"PK\x03\x04" + bytes(4096),
+    "other magic": lambda plan: b"ftrt" + plan[4:],
+}
+
+
+@pytest.fixture(scope="module")
+def small_plan(built: Built) -> bytes:
+    """The plan of a component."""
+    engine = engines_of(built[1], "refiner_unet_text")[0]
+    return built[0].get(engine.blob.sha256, engine.blob.bytes).read_bytes()
+
+
+@pytest.mark.parametrize("change", NOT_PLANS.values(), ids=NOT_PLANS)
+def test_refuses_a_file_that_is_not_a_plan(
+    change: Callable[[bytes], bytes], small_plan: bytes, rtx: ModuleType
+) -> None:
+    with pytest.raises(PlanError, match="^The unet plan cannot be opened on this machine: malformed engine. Build and"):
+        Plan(rtx, bytearray(change(small_plan)), "unet")
+
+
+@needs_no_driver
+@pytest.mark.parametrize("end", [256, None], ids=["cut after its header", "intact"])
+def test_refuses_every_plan_without_a_gpu(end: int | None, small_plan: bytes, rtx: ModuleType) -> None:
+    with pytest.raises(PlanError, match="cannot be opened on this machine: Error reading CUDA GPU properties"):
+        Plan(rtx, bytearray(small_plan[:end]), "unet")
+
+
+def test_stand_in_has_no_call_that_the_library_lacks(rtx: ModuleType) -> None:
+    """The engines are tested with a fake, because they need a GPU."""
+    fake = Fake(RTX_VERSION).module
+    for name in ("Runtime", "Refitter", "ICudaEngine", "IExecutionContext", "IRuntimeConfig", "IRuntimeCache"):
+        calls = {call for base in getattr(fake, name).__mro__[:-1] for call in vars(base) if not call.startswith("_")}
+        assert calls <= set(dir(getattr(rtx, name))), name
+    for name in ("DataType", "TensorIOMode", "TensorLocation", "ExecutionContextAllocationStrategy", "EngineValidity",
+                 "DynamicShapesKernelSpecializationStrategy"):  # fmt: skip
+        assert vars(getattr(fake, name)).keys() <= getattr(rtx, name).__members__.keys()
+    diagnostics = {key: int(flag) for key, flag in rtx.EngineInvalidityDiagnostics.__members__.items()}
+    assert fake.EngineInvalidityDiagnostics.__members__.items() <= diagnostics.items()
+
+
+# -- with AOTInductor engines in one release ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mixed(built: Built, published: tuple[WritableStore, str], tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """The plans of `built` in fp16 and AOTInductor engines for this CPU in fp32, as one release."""
+    folder = tmp_path_factory.mktemp("mixed") / "store"
+    for store in (published[0], built[0]):
+        shutil.copytree(folder_of(store), folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("releases"))
+    opened = open_writable_store(folder)
+    return opened, publish(opened, "tiny-sdxl")[0]
+
+
+def test_release_has_engines_of_both_runtimes(mixed: Built, target: Target) -> None:
+    runtimes = {(engine.target, engine.runtime, engine.precision.name) for engine in mixed[1].engines}
+    plans = {(key, "tensorrt-rtx", "fp16") for key in TARGETS}
+    assert runtimes == plans | {(target.key, "aot_inductor", "fp32")}
+    assert all((engine.accuracy is None) == engine.holds_weights for engine in mixed[1].engines)
+    assert {record.precision.name for record in mixed[1].weights} == {"fp16", "fp32"}
+
+
+def test_cpu_serves_a_release_that_also_has_plans(mixed: Built, target: Target) -> None:
+    loaded = load_release(mixed[0], mixed[1].name, list_targets("fastest", detect_targets()), [], ColdStart())
+    assert (loaded.target, loaded.runtime) == (target.key, "aot_inductor")
+    assert loaded.weight_bytes > 0
+
+
+def test_gpu_serves_the_plans_of_a_release_with_cpu_engines(mixed: Built) -> None:
+    gpu = Target("cuda", "a10g", "sm86", "torch2.11-cu130")
+    for runtime in ("tensorrt-rtx", "fastest"):
+        targets = list_targets(runtime, [gpu])  # type: ignore[arg-type]
+        assert sort_fastest_first(mixed[1], targets, COMPONENTS)[0].key == TARGETS[1]
+        selection = select(mixed[1], targets, [])
+        assert selection.target == TARGETS[1] and selection.weight_blobs() == []

@@ -1,0 +1,179 @@
+"""ControlNets as networks: they compute what diffusers computes, and folders that do not fit the model are refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from engine_builder.checkpoints.controlnet import parse_controlnet
+from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
+from engine_builder.commands.main import app
+from engine_builder.networks.check import check_model
+from engine_builder.networks.controlnet import components_of_controlnets
+from engine_builder.networks.network import Network, load_network
+from model.store.precision import FP32
+from tests.support import controlnets, toy_sd
+from tests.support.repository import MODEL_FOLDER
+
+KINDS: tuple[controlnets.Kind, ...] = ("full", "small", "mid", "union")
+BATCH, HEIGHT, WIDTH = 2, 128, 192
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A ControlNet of each kind for data/tiny-sdxl."""
+    root = tmp_path_factory.mktemp("controlnets")
+    return {kind: controlnets.write(root / kind, MODEL_FOLDER, kind) for kind in KINDS}
+
+
+def with_controlnet(folder: Path, model: Path = MODEL_FOLDER) -> Checkpoint:
+    return Checkpoint(model, controlnets=(("edges", folder),))
+
+
+def run(network: Network, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    with torch.inference_mode():
+        outputs: tuple[torch.Tensor, ...] = network.module(*inputs)
+    return outputs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_computes_what_diffusers_computes(kind: controlnets.Kind, folders: dict[str, Path]) -> None:
+    """The residuals of a ControlNet, and the noise that a UNet with these residuals predicts."""
+    checkpoint = with_controlnet(folders[kind])
+    check_model(checkpoint, None)
+    names = components_of_controlnets(checkpoint)
+    networks = {name: load_network(checkpoint, name, FP32) for name in (*names, "unet_time", "unet_text")}
+    assert ("controlnet_text.edges" in names) == (kind != "small")  # which has no attention to the text
+    sample = torch.randn(BATCH, 4, HEIGHT // 8, WIDTH // 8)
+    text, pooled = torch.randn(BATCH, 77, 224), torch.randn(BATCH, 128)
+    timestep = torch.tensor([500.0, 500.0])
+    time_ids = torch.tensor([[HEIGHT, WIDTH, 0, 0, HEIGHT, WIDTH]] * BATCH, dtype=torch.float32)
+    pixels = torch.rand(1, 3, HEIGHT, WIDTH)
+    control_type = torch.tensor([[0.0, 1.0, 0.0]])
+    of_union = kind == "union"
+    [control] = run(networks["controlnet_image.edges"], pixels, *([control_type] if of_union else []))
+    types = [control_type.expand(BATCH, -1)] if of_union else []
+    [time_embeds] = run(networks["controlnet_time.edges"], timestep, pooled, time_ids, *types)
+    keys_values = run(networks["controlnet_text.edges"], text) if kind != "small" else ()
+    scale = torch.tensor([[0.7], [0.0]])
+    controls = control.expand(BATCH, -1, -1, -1)
+    residuals = run(networks["controlnet.edges"], sample, time_embeds, *keys_values, controls, scale)
+
+    added = {"text_embeds": pooled, "time_ids": time_ids}
+    library: Any = diffusers.ControlNetUnionModel if of_union else diffusers.ControlNetModel
+    reference = library.from_pretrained(folders[kind])
+    images = pixels.expand(BATCH, -1, -1, -1)
+    arguments: dict[str, Any] = {"controlnet_cond": images, "conditioning_scale": 0.7}
+    if of_union:
+        arguments = {"controlnet_cond": [images], "control_type": types[0], "control_type_idx": [1]}
+        arguments["conditioning_scale"] = [0.7]
+    with torch.inference_mode():
+        down, middle = reference(sample, timestep, text, added_cond_kwargs=added, return_dict=False, **arguments)
+        for residual, expected in zip(residuals, [*down, middle], strict=True):
+            torch.testing.assert_close(residual[:1], expected[:1], rtol=1e-4, atol=1e-4)
+            assert not residual[1].any()  # scale 0
+        unet = diffusers.UNet2DConditionModel.from_pretrained(MODEL_FOLDER / "unet")
+        [noise] = unet(
+            sample, timestep, text, added_cond_kwargs=added, return_dict=False,
+            down_block_additional_residuals=residuals[:-1], mid_block_additional_residual=residuals[-1],
+        )  # fmt: skip
+    embeds = run(networks["unet_time"], timestep, pooled, time_ids)
+    [predicted] = run(networks["unet_controlled"], sample, *embeds, *run(networks["unet_text"], text), *residuals)
+    torch.testing.assert_close(predicted, noise, rtol=1e-4, atol=1e-4)
+
+
+def test_an_image_that_does_not_use_a_network_is_unaffected_by_nan(folders: dict[str, Path]) -> None:
+    network = load_network(with_controlnet(folders["full"]), "controlnet.edges", FP32)
+    shapes = [[size if isinstance(size, int) else 8 for size in spec.shape[1:]] for spec in network.signature.inputs]
+    inputs = [torch.full((1, *shape), torch.nan) for shape in shapes[:-1]]
+    assert all(not output.any() for output in run(network, *inputs, torch.zeros(1, 1)))
+
+
+Edit = Callable[[Path], None]
+
+
+def edit(**entries: Any) -> Edit:
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+
+    return change
+
+
+WRONG: dict[str, tuple[Edit, str]] = {
+    "another class": (edit(_class_name="T2IAdapter"), "_class_name is 'T2IAdapter', expected ControlNetModel or"),
+    "text width": (edit(cross_attention_dim=768), "cross_attention_dim is 768, and that of the UNet of .* is 224"),
+    "channels": (edit(block_out_channels=[320, 640, 1280]), r"block_out_channels is \[320, 640, 1280\], and that of"),
+    "layers": (edit(layers_per_block=2), "layers_per_block is 2, and that of the UNet"),
+    "control channels": (edit(conditioning_channels=1), "conditioning_channels is 1, expected 3"),
+    "latents": (edit(in_channels=9), "in_channels is 9, and that of the VAE's latents is 4"),
+    "embedding": (edit(conditioning_embedding_out_channels=[8, 16]), "divides a control image's sides by 2"),
+    "pooled": (edit(global_pool_conditions=True), "global_pool_conditions is True, expected False"),
+    "order": (edit(controlnet_conditioning_channel_order="brg"), "channel_order is 'brg', expected 'rgb' or 'bgr'"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+    "no weights": (
+        lambda folder: (folder / "diffusion_pytorch_model.safetensors").unlink(), "has no .safetensors file"
+    ),
+    "half a file": (
+        lambda folder: (folder / "diffusion_pytorch_model.safetensors").write_bytes(b"\0" * 100),
+        "is not a complete safetensors file",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_refuses_a_folder_that_does_not_fit(case: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    change, message = WRONG[case]
+    folder = tmp_path / "controlnet"
+    folder.mkdir()
+    for file in folders["full"].iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    change(folder)
+    with pytest.raises(CheckpointError, match=message):
+        check_model(with_controlnet(folder), None)
+
+
+def test_refuses_a_controlnet_of_stable_diffusion_1(tmp_path: Path) -> None:
+    model = toy_sd.write(tmp_path / "sd", MODEL_FOLDER / "tokenizer", "1.5")
+    folder = controlnets.write(tmp_path / "controlnet", model)
+    check_model(with_controlnet(folder, model), None)
+    with pytest.raises(CheckpointError, match="cross_attention_dim is 32, and that of the UNet"):
+        check_model(with_controlnet(folder), None)
+
+
+def test_refuses_union_networks_of_other_sizes(folders: dict[str, Path], tmp_path: Path) -> None:
+    for entries, message in (
+        ({"num_control_type": 0}, "num_control_type is 0"),
+        ({"num_trans_channel": 320}, "num_trans_channel and num_proj_channel are 320 and 64"),
+    ):
+        (tmp_path / "config.json").write_text((folders["union"] / "config.json").read_text())
+        edit(**entries)(tmp_path)
+        with pytest.raises(CheckpointError, match=message):
+            check_model(with_controlnet(tmp_path), None)
+
+
+@pytest.mark.parametrize("text", ["", "edges", "edges=", "=folder", "Edges=folder", "a b=folder", f"{'a' * 33}=folder"])
+def test_refuses_options_that_are_not_name_and_path(text: str) -> None:
+    with pytest.raises(CheckpointError, match="is not NAME=PATH"):
+        parse_controlnet(text)
+
+
+def test_refuses_a_name_that_is_given_twice(folders: dict[str, Path]) -> None:
+    twice = Checkpoint(MODEL_FOLDER, controlnets=(("edges", folders["full"]), ("edges", folders["small"])))
+    with pytest.raises(CheckpointError, match="Two ControlNets have the name edges"):
+        check_model(twice, None)
+
+
+def test_the_command_refuses_a_missing_folder_and_plans(tmp_path: Path) -> None:
+    build = ["build", str(MODEL_FOLDER), "--store", str(tmp_path / "store"), "--controlnet"]
+    missing = CliRunner().invoke(app, [*build, f"edges={tmp_path / 'nothing'}"])
+    assert isinstance(missing.exception, CheckpointError) and "has no config.json" in str(missing.exception)
+    plans = CliRunner().invoke(app, [*build, f"edges={tmp_path}", "--runtime", "tensorrt"])
+    assert plans.exit_code == 2
+    assert "is not supported for plans" in " ".join(plans.output.split())
+    assert not (tmp_path / "store" / "drafts").exists()

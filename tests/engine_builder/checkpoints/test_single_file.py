@@ -1,0 +1,131 @@
+"""Files in place of folders, and files of other names: the refusal says what the file is, and how it can be built."""
+
+import ast
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from engine_builder.checkpoints.find import find_checkpoints
+from engine_builder.checkpoints.folder import Checkpoint, CheckpointError, weight_files
+from engine_builder.commands.main import app
+from tests.support.repository import MODEL_FOLDER
+
+UNET = "model.diffusion_model.input_blocks.0.0.weight"
+XL = {UNET: (8, 4, 3, 3), "conditioner.embedders.1.model.text_projection": (4, 4)}
+FILES: dict[str, dict[str, tuple[int, ...]]] = {
+    "sdxl": XL,
+    "vpred": XL | {"v_pred": (0,), "ztsnr": (0,)},
+    "inpaint": XL | {UNET: (8, 9, 3, 3)},
+    "sd": {UNET: (8, 4, 3, 3), "cond_stage_model.transformer.text_model.final_layer_norm.weight": (4,)},
+    "vae": {"decoder.conv_out.weight": (3, 8, 3, 3), "encoder.conv_in.weight": (8, 3, 3, 3)},
+    "lora": {"lora_unet_down_blocks_0.lora_down.weight": (4, 4)},
+}
+
+
+def write(folder: Path, name: str) -> Path:
+    path = folder / f"{name}.safetensors"
+    save_file({key: torch.zeros(shape) for key, shape in FILES[name].items()}, path)
+    return path
+
+
+def command_of(remedy: str) -> tuple[str, str]:
+    """Return the class and the keyword arguments of the conversion in a remedy, which must be a command."""
+    command = re.search(r"\.venv/bin/python -c '[^']*'", remedy)
+    assert command is not None, remedy
+    imported, loaded = ast.parse(shlex.split(command[0])[2]).body
+    assert isinstance(imported, ast.ImportFrom) and isinstance(loaded, ast.Expr)
+    return imported.names[0].name, ast.unparse(loaded)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("sdxl", "StableDiffusionXLPipeline"),
+        ("vpred", "StableDiffusionXLPipeline"),
+        ("inpaint", "StableDiffusionXLInpaintPipeline"),
+        ("sd", "StableDiffusionPipeline"),
+    ],
+)
+def test_single_file_checkpoint_is_named_as_such(name: str, kind: str, tmp_path: Path) -> None:
+    path = write(tmp_path, name)
+    for model in (path, tmp_path):  # the file, or its folder
+        result = CliRunner().invoke(app, ["build", str(model), "--store", str(tmp_path / "store")])
+        assert isinstance(result.exception, CheckpointError)
+        assert f"{path} is a single-file checkpoint" in str(result.exception)
+        class_name, call = command_of(result.exception.remedy)
+        assert class_name == kind and f"from_single_file('{path}').save_pretrained('FOLDER')" in call
+        marks = '"prediction_type": "v_prediction" and "rescale_betas_zero_snr": true in FOLDER/scheduler'
+        assert (marks in result.exception.remedy) == (name == "vpred")
+
+
+def test_pickled_checkpoint_is_refused_unopened(tmp_path: Path) -> None:
+    path = tmp_path / "model.ckpt"
+    path.write_bytes(b"\x80\x02pickled")
+    with pytest.raises(CheckpointError, match=r"model.ckpt may hold a pickle.*not opened.*the \.safetensors file"):
+        find_checkpoints(str(path), None)
+
+
+def test_single_file_vae_is_named_as_such(tmp_path: Path) -> None:
+    """Converted with the model's own config: from the file alone, diffusers takes that of Stable Diffusion 1."""
+    for name in ("vae", "sdxl"):
+        path = write(tmp_path, name)
+        with pytest.raises(CheckpointError, match=rf"{path} is a single file, and --vae takes the folder") as refused:
+            find_checkpoints(str(MODEL_FOLDER), None, vae=str(path))
+        class_name, call = command_of(refused.value.remedy)
+        assert class_name == "AutoencoderKL" and f"config='{MODEL_FOLDER}', subfolder='vae'" in call
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("vae", "is not a whole model: its tensors are decoder"), ("lora", "is a LoRA adapter. Add it")]
+)
+def test_other_files_are_named_as_such(name: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        find_checkpoints(str(write(tmp_path, name)), None)
+
+
+def test_file_of_a_folder_names_the_folder() -> None:
+    path = MODEL_FOLDER / "unet" / "diffusion_pytorch_model.safetensors"
+    with pytest.raises(CheckpointError, match=rf"Name the folder {path.parent}\.$"):
+        find_checkpoints(str(path), None)
+
+
+@pytest.mark.parametrize(
+    ("names", "remedy"),
+    [
+        (["sdxl_lightning_4step_unet.safetensors"], "Rename sdxl_lightning_4step_unet.safetensors to {}."),
+        (["model.safetensors"], "Rename model.safetensors to {}."),
+        (["a.safetensors", "b.safetensors"], "Rename the file of this network to {}."),
+        (["diffusion_pytorch_model.bin"], "Load the model in diffusers and write it with save_pretrained"),
+        ([], "Download the model again, completely."),
+    ],
+)
+def test_weights_of_another_name_can_be_renamed(names: list[str], remedy: str, tmp_path: Path) -> None:
+    (tmp_path / "unet").mkdir()
+    for name in names:
+        (tmp_path / "unet" / name).touch()
+    with pytest.raises(CheckpointError) as refused:
+        weight_files(Checkpoint(tmp_path), "unet")
+    assert remedy.format("diffusion_pytorch_model.safetensors") in refused.value.remedy
+    if len(names) == 1 and names[0].endswith(".safetensors"):
+        (tmp_path / "unet" / names[0]).rename(tmp_path / "unet" / "diffusion_pytorch_model.safetensors")
+        assert weight_files(Checkpoint(tmp_path), "unet")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"steps": 4,}', "is not JSON: .* line 1 .*Correct the file, or download the model again."),
+        ("[]", "is not a JSON object. Correct the file"),
+    ],
+)
+def test_damaged_config_can_be_corrected(text: str, words: str, tmp_path: Path) -> None:
+    shutil.copytree(MODEL_FOLDER / "scheduler", tmp_path / "scheduler")
+    (tmp_path / "scheduler" / "scheduler_config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=words):
+        Checkpoint(tmp_path).config("scheduler", "scheduler_config.json")

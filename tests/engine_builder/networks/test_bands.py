@@ -1,0 +1,183 @@
+"""UNets that compute bands of an image: run together, they compute what the whole UNet computes."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine_builder.backends.aot_inductor.compile import build_target, engine_key, example_inputs, static_bucket
+from engine_builder.benchmarks.band_exchange import count_exchanges
+from engine_builder.building.band_engine import BandEngine
+from engine_builder.building.build_plan import BuildPlan, Size, SizesRefused
+from engine_builder.building.eager_engine import EagerEngine
+from engine_builder.checkpoints.folder import Checkpoint
+from engine_builder.networks import bands as blocks
+from engine_builder.networks.kernel_form import plain_operations
+from engine_builder.networks.network import ModuleReader, Network, load_network
+from engine_builder.networks.winograd import WinogradConv
+from model.engines import row_exchange
+from model.errors import EngineError
+from model.pipeline.spec import UNET
+from model.store.precision import FP32
+from model.validation import BAND_COUNTS
+from tests.support.repository import MODEL_FOLDER
+
+
+def unet_of(bands: int) -> Network:
+    return load_network(Checkpoint(MODEL_FOLDER), f"{UNET}_{bands}_bands", FP32, text_chunks=None)
+
+
+def band_engine(network: Network, count: int) -> BandEngine:
+    return BandEngine([EagerEngine(network.component, network.module, network.signature) for _ in range(count)])
+
+
+@pytest.fixture(scope="module", params=BAND_COUNTS)
+def unet(request: pytest.FixtureRequest) -> Network:
+    return unet_of(request.param)
+
+
+@torch.inference_mode()
+def test_bands_compute_the_whole_image(unet: Network) -> None:
+    assert unet.multiple is not None
+    inputs = example_inputs(unet.signature, 2, unet.multiple, unet.multiple + 32, "cpu")
+    with plain_operations():
+        [whole] = unet.module(*(inputs[spec.name] for spec in unet.signature.inputs))
+    noise = band_engine(unet, unet.bands).run(inputs)["noise"]
+    torch.testing.assert_close(noise, whole, atol=3e-5, rtol=0)
+
+
+class Unconnected:
+    """The first band, with nothing but its own rows. Implements `model.engines.row_exchange.Bands`."""
+
+    index = 0
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def gather(self, own: Tensor) -> Tensor:
+        return torch.stack([own] * self.count)
+
+
+@torch.inference_mode()
+def test_a_band_needs_the_others() -> None:
+    unet = unet_of(2)
+    inputs = example_inputs(unet.signature, 1, 128, 64, "cpu")
+    with plain_operations():
+        [whole] = unet.module(*(inputs[spec.name] for spec in unet.signature.inputs))
+    with row_exchange.joined(Unconnected(2)):
+        noise = EagerEngine(unet.component, unet.module, unet.signature).run(inputs)["noise"]
+    assert (noise - whole)[:, :, :8].abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(("ranks", "have"), [(1, "this is one rank"), (4, "this is 4 ranks")])
+def test_an_engine_refuses_other_bands(ranks: int, have: str) -> None:
+    unet = unet_of(2)
+    inputs = example_inputs(unet.signature, 1, 128, 64, "cpu")
+    engine = EagerEngine(unet.component, unet.module, unet.signature)
+    with pytest.raises(EngineError, match=have):
+        if ranks == 1:
+            engine.run(inputs)
+        else:
+            band_engine(unet, ranks).run(inputs)
+
+
+def test_the_error_of_a_band_is_raised() -> None:
+    unet = unet_of(2)
+    inputs = example_inputs(unet.signature, 1, 128, 64, "cpu")
+
+    class Broken(EagerEngine):
+        def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            raise EngineError("broken", "")
+
+    whole, broken = (kind(unet.component, unet.module, unet.signature) for kind in (EagerEngine, Broken))
+    with pytest.raises(EngineError, match="broken"):
+        BandEngine([whole, broken]).run(inputs)
+
+
+@pytest.mark.parametrize("arguments", [{"kernel_size": 3, "padding": 1}, {"kernel_size": 3, "padding": 1, "stride": 2},
+                                       {"kernel_size": 2, "padding": 1}, {"kernel_size": 1}])  # fmt: skip
+@torch.inference_mode()
+def test_convolutions_read_the_neighbours(arguments: Mapping[str, Any]) -> None:
+    conv, image = torch.nn.Conv2d(3, 5, **arguments), torch.randn(2, 3, 12, 8)
+    rows = [blocks.convolve(conv, image)]
+    with row_exchange.joined(Recorded(image)), blocks.divided(2):
+        for index in range(2):
+            Recorded.index = index
+            rows.append(blocks.convolve(conv, image[:, :, 6 * index : 6 * index + 6]))
+    whole, first, second = rows
+    if arguments["kernel_size"] == 2:  # bands share a row: the kernel has a result between two pixels
+        assert torch.equal(first[:, :, -1], second[:, :, 0])
+        second = second[:, :, 1:]
+    torch.testing.assert_close(torch.cat([first, second], 2), whole)
+
+
+class Recorded:
+    """Two bands of an image that is known. Implements `model.engines.row_exchange.Bands` for edges."""
+
+    index, count = 0, 2
+
+    def __init__(self, image: Tensor) -> None:
+        first, second = image.permute(0, 2, 3, 1).chunk(2, 1)
+        self._edges = torch.stack([torch.stack([band[:, 0], band[:, -1]]) for band in (first, second)])
+
+    def gather(self, own: Tensor) -> Tensor:
+        assert torch.equal(own, self._edges[self.index])
+        return self._edges
+
+
+def test_engine_keys_depend_on_the_bands(toy_plan: BuildPlan) -> None:
+    bucket = static_bucket(1, 256, 256)
+    keys = {engine_key(replace(unet_of(2), bands=bands), toy_plan.target, bucket) for bands in (1, 2, 4)}
+    assert len(keys) == 3
+
+
+def test_band_unets_have_no_winograd_convolutions() -> None:
+    assert not any(isinstance(module, WinogradConv) for module in unet_of(2).module.modules())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "bands", "planned"),
+    [
+        ((), (2, 4), ["unet_2_bands", "unet_4_bands"]),
+        ((Size(1, 64, 64), Size(1, 128, 64)), (4,), ["unet_4_bands"]),
+        ((Size(1, 64, 64),), (), []),
+    ],
+)
+def test_a_plan_names_its_bands(
+    toy_plan: BuildPlan, sizes: Sequence[Size], bands: tuple[int, ...], planned: list[str]
+) -> None:
+    plan = replace(toy_plan, sizes=tuple(sizes), bands=bands)
+    assert [name for name in plan.components if name.endswith("_bands")] == planned
+
+
+def test_only_sizes_that_can_be_divided_are_built(toy_plan: BuildPlan) -> None:
+    odd = 64 + toy_plan.base.size_step()
+    plan = replace(toy_plan, sizes=(Size(1, 64, 64), Size(1, odd, 64)), bands=(2,))
+    [bucket] = plan.buckets_of(plan.load("unet_2_bands", ModuleReader()))
+    assert bucket.height is not None and bucket.height.max == 64
+
+
+def test_counts_what_bands_exchange() -> None:
+    """The tiny UNet: exchanges depend on the layers only, and what a rank receives on the other bands."""
+    two, four = (count_exchanges(Checkpoint(MODEL_FOLDER), bands, 1, 256, 256) for bands in (2, 4))
+    assert two.calls == four.calls and two.calls["neighbour_rows"] == 28 and two.count == 66
+    assert two.received < four.received < 3 * two.received
+    assert two.step_ms(8.0, 0.0, math.inf) == 4.0
+    assert two.step_ms(8.0, 10.0, 1e-3) == pytest.approx(4.0 + 0.66 + two.received / 1e3)
+
+
+def test_bands_beyond_the_sides_of_dynamic_engines_are_refused() -> None:
+    plan = BuildPlan("tiny", Checkpoint(MODEL_FOLDER), None, build_target(), FP32, bands=(8,))
+    with pytest.raises(SizesRefused, match="8 bands need heights in steps of 256"):
+        plan.check_sizes()
+
+
+def test_bands_of_no_size_are_refused(toy_plan: BuildPlan) -> None:
+    height = 64 + toy_plan.base.size_step()
+    plan = replace(toy_plan, sizes=(Size(1, height, 64),), bands=(2,))
+    with pytest.raises(SizesRefused, match="divided into 2 bands"):
+        plan.check_sizes()

@@ -1,0 +1,470 @@
+"""Networks: checkpoints in all of their forms, wrappers against diffusers, fast forms against PyTorch, engine keys."""
+
+import copy
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers import AutoencoderKL, UNet2DConditionModel
+from safetensors import safe_open
+from transformers import CLIPTextModel, CLIPTextModelWithProjection
+
+from engine_builder.backends.aot_inductor.compile import dynamic_bucket, engine_key, example_inputs, static_bucket
+from engine_builder.backends.tensorrt.options import PlanOptions
+from engine_builder.building.build import build
+from engine_builder.building.build_plan import BuildPlan, Size
+from engine_builder.building.validate import validate
+from engine_builder.checkpoints.folder import Checkpoint, CheckpointError, variant_of
+from engine_builder.networks import blocks, winograd
+from engine_builder.networks.blocks import channels_last_group_norm, subpixel_upsample, upsample
+from engine_builder.networks.kernel_form import plain_operations
+from engine_builder.networks.network import ModuleReader, load_network
+from engine_builder.networks.winograd import WinogradConv, replace_wide_convs
+from engine_builder.stores.store import WritableStore
+from model.loading.target import Target
+from model.pipeline import spec
+from model.store.precision import BF16, FP16, FP32, Precision
+from model.weights.transforms import winograd_weight
+from tests.engine_builder.helpers import edit_json, edit_weights, install_metadata
+from tests.support.components import BASE_COMPONENTS, UNET_VARIANTS
+from tests.support.repository import MODEL_FOLDER
+
+CLASSES = {
+    "text_encoder": (CLIPTextModel, "text_encoder"),
+    "text_encoder_2": (CLIPTextModelWithProjection, "text_encoder_2"),
+    "unet_text": (UNet2DConditionModel, "unet"),
+    "unet_time": (UNet2DConditionModel, "unet"),
+    "unet": (UNet2DConditionModel, "unet"),
+    "vae_encoder": (AutoencoderKL, "vae"),
+    "vae_decoder": (AutoencoderKL, "vae"),
+}
+
+
+def edit_config(subfolder: Path, **entries: object) -> None:
+    edit_json(subfolder / "config.json", **entries)
+
+
+@pytest.mark.parametrize("component", BASE_COMPONENTS)
+@pytest.mark.parametrize(
+    "form", [{"max_shard_size": "3KB"}, {"variant": "fp16"}, {"variant": "fp16", "max_shard_size": "3KB"}]
+)
+def test_every_form_of_a_checkout_has_the_same_tensors(form: dict[str, str], component: str, folder_copy: Path) -> None:
+    cls, subfolder = CLASSES[component]
+    network: Any = cls.from_pretrained(folder_copy / subfolder)
+    if "variant" in form:
+        # Such a checkout holds the same numbers, rounded to half precision.
+        network = network.half()
+        shutil.rmtree(folder_copy / subfolder)
+        network.save_pretrained(folder_copy / subfolder)
+    plain = load_network(Checkpoint(folder_copy), component, FP16).tensors()
+    shutil.rmtree(folder_copy / subfolder)
+    network.save_pretrained(folder_copy / subfolder, **form)
+    files = [file.name for file in (folder_copy / subfolder).glob("*.safetensors")]
+    assert all(("fp16" in name) == ("variant" in form) for name in files)
+    assert (len(files) > 1) == ("max_shard_size" in form)
+
+    read = load_network(Checkpoint(folder_copy), component, FP16).tensors()
+    # The text network has one product: see `UnetTextNetwork`.
+    assert read.keys() == plain.keys() and len(read) >= (1 if component == "unet_text" else 8)
+    for name, tensor in plain.items():
+        assert tensor.dtype == torch.float16 or not tensor.is_floating_point()
+        assert torch.equal(read[name], tensor), name
+
+
+@pytest.mark.parametrize("component", ["text_encoder_2", "unet"])
+def test_reads_fp16_weights_if_plain_ones_are_incomplete(component: str, folder_copy: Path) -> None:
+    """An interrupted download leaves a Hub cache so."""
+    cls, subfolder = CLASSES[component]
+    plain = load_network(Checkpoint(folder_copy), component, FP16).tensors()
+    network: Any = cls.from_pretrained(folder_copy / subfolder)
+    network.save_pretrained(folder_copy / subfolder, max_shard_size="3KB")
+    [plain_file] = [file for file in (folder_copy / subfolder).glob("*.safetensors") if "-of-" not in file.name]
+    plain_file.unlink()
+    network.half().save_pretrained(folder_copy / subfolder, variant="fp16")
+    assert variant_of(Checkpoint(folder_copy), subfolder) is None
+    sorted((folder_copy / subfolder).glob("*-of-*.safetensors"))[-1].unlink()
+    assert variant_of(Checkpoint(folder_copy), subfolder) == "fp16"
+    read = load_network(Checkpoint(folder_copy), component, FP16).tensors()
+    assert read.keys() == plain.keys() and all(torch.equal(read[name], plain[name]) for name in plain)
+
+
+@pytest.mark.parametrize("subfolder", ["text_encoder", "text_encoder_2", "unet", "vae"])
+def test_tensors_have_the_checkpoints_names(subfolder: str, toy_folder: Path) -> None:
+    """Each tensor of a UNet or VAE belongs to one of its components. Tensors in another form have other names."""
+    [file] = (toy_folder / subfolder).glob("*.safetensors")
+    with safe_open(file, "pt") as checkpoint:
+        names = {name.removeprefix("text_model.") for name in checkpoint.keys()}
+    read = [
+        name.removeprefix("text_model.")
+        for component in BASE_COMPONENTS
+        if CLASSES[component][1] == subfolder
+        for name in load_network(Checkpoint(toy_folder), component, FP32).tensors()
+    ]
+    assert len(set(read)) == len(read)
+    # Positions are computed.
+    assert {name for name in read if not name.endswith("position_ids")} == {stored_as(name) for name in names}
+
+
+def stored_as(name: str) -> str:
+    """Return the name of the tensor that contains a checkpoint's tensor."""
+    if ".attn2.to_k." in name or ".attn2.to_v." in name:
+        return "keys_values.0.weight"
+    if ".time_emb_proj." in name:
+        return f"biases.{name.rpartition('.')[2]}"
+    return (
+        re.sub(r"(attn1\.to_[qkv]|self_attn\.[qkv]_proj)\.", lambda found: f"{found[1].split('.')[0]}.to_qkv.", name)
+        .replace(".ff.net.0.proj.", ".ff.net.0.interleaved.")
+        .replace(".upsamplers.0.conv.", ".upsamplers.0.phases.")
+    )
+
+
+def test_reads_weights_once_for_all_components(folder_copy: Path) -> None:
+    """The weights of each subfolder are deleted after the first of its components is loaded."""
+    checkpoint = Checkpoint(folder_copy)
+    alone = {name: load_network(checkpoint, name, FP32).tensors() for name in BASE_COMPONENTS}
+    reader = ModuleReader()
+    for name, expected in alone.items():
+        actual = load_network(checkpoint, name, FP32, reader=reader).tensors()
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(actual[key], tensor) for key, tensor in expected.items())
+        for file in (folder_copy / CLASSES[name][1]).glob("*.safetensors"):
+            file.unlink()
+    load_network(checkpoint, "vae_decoder", FP32, reader=reader)
+    with pytest.raises(CheckpointError, match="vae has no .safetensors file"):
+        load_network(checkpoint, "vae_decoder", BF16, reader=reader)
+
+
+@pytest.mark.parametrize("refiner", [False, True])
+def test_three_unet_networks_predict_as_diffusers(refiner: bool) -> None:
+    folder = Checkpoint(MODEL_FOLDER / "refiner" if refiner else MODEL_FOLDER)
+    names = ("refiner_unet_text", "refiner_unet_time", "refiner_unet") if refiner else BASE_COMPONENTS[2:5]
+    text, time, unet = [load_network(folder, name, FP32) for name in names]
+    whole = UNet2DConditionModel.from_pretrained(folder.root / "unet", torch_dtype=torch.float32)
+    random = torch.Generator().manual_seed(0)
+    sample, hidden = torch.randn(3, 4, 32, 24, generator=random), torch.randn(3, 77, 224, generator=random)
+    hidden = hidden[..., : whole.config.cross_attention_dim]
+    pooled, timestep = torch.randn(3, 128, generator=random), torch.tensor([951.0, 20.0, 381.0])
+    time_ids = 256 * torch.rand(3, 5 if refiner else 6, generator=random)
+    with torch.inference_mode():
+        added = {"text_embeds": pooled, "time_ids": time_ids}
+        expected = whole(sample, timestep, encoder_hidden_states=hidden, added_cond_kwargs=added, return_dict=False)[0]
+        actual = unet.module(sample, *time.module(timestep, pooled, time_ids), *text.module(hidden))[0]
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-5)
+
+
+def test_guided_unet_equals_unet_with_zero_text() -> None:
+    """The results are equal bit for bit. The guided UNet reads neither text nor latents of the unconditional half."""
+    plain, guided = (load_network(Checkpoint(MODEL_FOLDER), name, FP32) for name in ("unet", "unet_guided"))
+    assert guided.tensors().keys() == plain.tensors().keys() and guided.signature == plain.signature
+    inputs = example_inputs(plain.signature, 4, 64, 96, "cpu")
+    sample, zeroed = inputs["sample"].clone(), inputs["keys_values"].clone()
+    sample[2:], zeroed[2:] = sample[:2], 0
+    inputs["sample"][2:] = inputs["keys_values"][2:] = float("nan")
+    with torch.inference_mode():
+        expected = plain.module(sample, inputs["time_embeds"], zeroed)[0]
+        actual = guided.module(inputs["sample"], inputs["time_embeds"], inputs["keys_values"])[0]
+        text = load_network(Checkpoint(MODEL_FOLDER), "unet_text", FP32).module(torch.zeros(1, 77, 224))[0]
+    assert torch.equal(actual, expected)
+    assert not text.any()  # an encoding of zeros has zero keys and values
+
+
+def test_guided_unet_with_adapters_equals_unet_with_zero_text() -> None:
+    """Equal bit for bit. Each image has its own adapters, and its unconditional half has the same."""
+    plain, guided = (
+        load_network(Checkpoint(MODEL_FOLDER), name, FP32, lora_rank=4) for name in ("unet_lora", "unet_lora_guided")
+    )
+    assert guided.tensors().keys() == plain.tensors().keys() and guided.signature == plain.signature
+    inputs = example_inputs(plain.signature, 4, 64, 96, "cpu")
+    for name in ("sample", "lora_down", "lora_up"):
+        inputs[name][2:] = inputs[name][:2]
+    inputs["keys_values"][2:] = 0
+    with torch.inference_mode():
+        expected = plain.module(*inputs.values())[0]
+        without = plain.module(*(inputs | {"lora_up": torch.zeros_like(inputs["lora_up"])}).values())[0]
+        inputs["sample"][2:] = inputs["keys_values"][2:] = float("nan")
+        actual = guided.module(*inputs.values())[0]
+    assert torch.equal(actual, expected)
+    assert not torch.allclose(expected, without, atol=1e-3)
+
+
+def test_gpu_build_has_a_variant_for_guided_images(toy_folder: Path, folder_copy: Path, target: Target) -> None:
+    gpu = replace(target, device="cuda", product="h200", capability="sm90")
+    sizes = (Size(1, 512, 512), Size(2, 512, 512), Size(5, 512, 512), Size(8, 512, 768))
+    plan = BuildPlan("toy", Checkpoint(toy_folder), None, gpu, FP32, sizes)
+    names = (spec.UNET, spec.UNET_GUIDED)
+    at = plan.components.index(spec.UNET)
+    assert plan.components[at : at + 3] == (*names, spec.VAE_ENCODER)  # a variant follows its component
+    networks = [load_network(Checkpoint(toy_folder), name, FP32, "meta") for name in names]
+    bucket = static_bucket(2, 512, 512)
+    assert plan.buckets_of(networks[1]) == [bucket, static_bucket(8, 512, 768)]  # of every even batch
+    assert len({engine_key(one, gpu, bucket) for one in networks}) == 2
+
+    with_adapters = replace(plan, lora_rank=4).components
+    assert with_adapters[-2:] == ("unet_lora", "unet_lora_guided")
+    assert "unet_lora_guided" not in replace(plan, lora_rank=4, target=target).components
+
+    edit_json(folder_copy / "model_index.json", force_zeros_for_empty_prompt=False)
+    for other in (
+        replace(plan, target=target),  # its loop cannot use it
+        replace(plan, sizes=(Size(1, 512, 512), Size(5, 512, 512))),
+        replace(plan, tensorrt=PlanOptions()),
+        replace(plan, tensorrt=PlanOptions(runtime="tensorrt-rtx", refit="none")),
+        replace(plan, base=Checkpoint(folder_copy)),  # its unconditional text is the encoding of an empty prompt
+    ):
+        assert not {*UNET_VARIANTS} & {*other.components}
+
+
+@pytest.mark.parametrize(("small", "large"), [(0, 2**40), (0, 0), (2**40, 2**40)])
+def test_channels_last_group_norm_equals_pytorch(small: int, large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The form for GPUs, on the CPU. Its statistics are exact even if the mean is far from zero."""
+    monkeypatch.setattr(blocks, "_SMALL_ELEMENTS", small)
+    monkeypatch.setattr(blocks, "_LARGE_ELEMENTS", large)
+    norm = torch.nn.GroupNorm(8, 64)
+    # This seed's weights are at most 2.4. With 3.4, as of other seeds, fp32 rounding exceeds the bounds below.
+    generator = torch.Generator().manual_seed(3)
+    torch.nn.init.normal_(norm.weight, generator=generator)
+    torch.nn.init.normal_(norm.bias, generator=generator)
+    for height, width in ((8, 8), (24, 16), (26, 38), (13, 19), (256, 256)):
+        noise = torch.randn(2, 64, height, width, generator=torch.Generator().manual_seed(0))
+        hidden = 3 * noise + 50
+        torch.testing.assert_close(channels_last_group_norm(norm, hidden), norm(hidden), rtol=1e-4, atol=1e-4)
+        hidden = noise + 100  # sums of squares would be wrong by 1e-3
+        exact = F.group_norm(hidden.double(), 8, norm.weight.double(), norm.bias.double(), norm.eps).float()
+        torch.testing.assert_close(channels_last_group_norm(norm, hidden), exact, rtol=0, atol=2e-4)
+
+
+def upsample_in_phases(conv: torch.nn.Conv2d, hidden: torch.Tensor) -> torch.Tensor:
+    upsampler = SimpleNamespace(conv=conv)
+    subpixel_upsample(upsampler)
+    upsampler.phases.to(memory_format=torch.channels_last)
+    return upsample(upsampler, hidden)
+
+
+def upsample_then_convolve(conv: torch.nn.Conv2d, hidden: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = conv(torch.nn.functional.interpolate(hidden, scale_factor=2.0, mode="nearest"))
+    return out
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("batch, height, width", [(1, 8, 8), (3, 7, 5), (2, 1, 6), (2, 16, 9)])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_subpixel_upsample_equals_upsample_and_convolve(
+    layout: torch.memory_format, batch: int, height: int, width: int
+) -> None:
+    conv: Any = torch.nn.Conv2d(6, 10, 3, padding=1, dtype=torch.float64)
+    conv = conv.to(memory_format=layout)
+    hidden = torch.randn(batch, 6, height, width, dtype=torch.float64).to(memory_format=layout)
+    actual = upsample_in_phases(conv, hidden)
+    assert actual.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(actual, upsample_then_convolve(conv, hidden), rtol=1e-12, atol=1e-12)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_subpixel_upsample_rounds_as_little_as_convolution(dtype: torch.dtype) -> None:
+    conv = torch.nn.Conv2d(128, 128, 3, padding=1, dtype=torch.float64).to(dtype)
+    hidden = torch.randn(2, 128, 16, 16).to(dtype)
+    # On a CPU the result is rounded before the bias is added. That error is not the weights'.
+    torch.nn.init.zeros_(conv.bias)
+    exact = upsample_then_convolve(copy.deepcopy(conv).double(), hidden.double())
+
+    def error(out: torch.Tensor) -> float:
+        return float((out.double() - exact).norm() / exact.norm())
+
+    plain, phases = error(upsample_then_convolve(conv, hidden)), error(upsample_in_phases(conv, hidden))
+    assert 0 < phases < 1.5 * plain
+
+
+@torch.inference_mode()
+def test_winograd_weights_match_the_literature() -> None:
+    """A^T [(weights) (B^T tile B)] A is the convolution of a tile, with the matrices of Lavin and Gray."""
+    conv = torch.nn.Conv2d(5, 7, 3, bias=False, dtype=torch.float64)
+    tile = torch.randn(5, 4, 4, dtype=torch.float64)
+    into = torch.tensor([[1.0, 0, -1, 0], [0, 1, 1, 0], [0, -1, 1, 0], [0, 1, 0, -1]], dtype=torch.float64)
+    out = torch.tensor([[1.0, 1, 1, 0], [0, 1, -1, -1]], dtype=torch.float64)
+    places = (into @ tile @ into.T).flatten(1)  # [in, 16]
+    weights = winograd_weight(conv.weight)
+    assert weights.shape == (16, 7, 5) and weights.is_contiguous()
+    products = torch.einsum("pnc,cp->np", weights, places).unflatten(1, (4, 4))
+    torch.testing.assert_close(out @ products @ out.T, conv(tile[None])[0], rtol=1e-12, atol=1e-12)
+
+
+def test_winograd_weights_are_rounded_once() -> None:
+    kernel = torch.randn(32, 16, 3, 3).half()
+    assert torch.equal(winograd_weight(kernel), winograd_weight(kernel.double()).half())
+
+
+@torch.inference_mode()
+def test_winograd_conv_call_equals_pytorch() -> None:
+    conv = torch.nn.Conv2d(48, 40, 3, padding=1, dtype=torch.float64)
+    hidden = torch.randn(2, 48, 9, 6, dtype=torch.float64)
+    torch.testing.assert_close(WinogradConv(conv)(hidden), conv(hidden), rtol=1e-12, atol=1e-12)
+    halves = WinogradConv(conv.half())(hidden.half()).double()
+    assert (halves - conv.double()(hidden)).norm() < 1e-3 * halves.norm()
+
+
+@pytest.fixture
+def winograd_without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use Winograd's form for convolutions of any width, and keep modules for a GPU on the CPU."""
+    for name in ("_MIN_WIDER_SIDE", "_MIN_NARROWER_SIDE", "_CHANNEL_BLOCK"):
+        monkeypatch.setattr(winograd, name, 1)
+    monkeypatch.setattr(torch.nn.Module, "to", lambda module, *_, **__: module)
+
+
+@pytest.mark.usefixtures("winograd_without_gpu")
+def test_validation_runs_pytorchs_own_operations(toy_folder: Path) -> None:
+    """A wrong kernel would otherwise be compared with itself. It cannot be called without a GPU."""
+    folder = Checkpoint(toy_folder)
+    fast, plain = (load_network(folder, "unet", FP16, "cuda", plain=plain) for plain in (False, True))
+    assert any(isinstance(module, WinogradConv) for module in fast.module.modules())
+    names = [spec.name for spec in plain.signature.inputs]
+
+    def run(case: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"noise": plain.module(*(case[name] for name in names))[0]}
+
+    accuracy = validate(fast, SimpleNamespace(bucket=static_bucket(1, 64, 64), run=run), [])  # type: ignore[arg-type]
+    assert 0 < accuracy.relative < 5e-3
+
+
+class GpuTensor(torch.Tensor):
+    """A CPU tensor that claims to be on a GPU."""
+
+    is_cuda = True
+
+
+def test_plain_operations_are_used_on_a_gpu_on_request() -> None:
+    norm, calls = torch.nn.GroupNorm(2, 8), 0
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    norm.register_forward_hook(count)
+    hidden = torch.randn(1, 8, 4, 4).as_subclass(GpuTensor)
+    with torch.no_grad():
+        blocks.group_norm(norm, hidden)
+        assert calls == 0
+        with plain_operations():
+            blocks.group_norm(norm, hidden)
+            assert calls == 1
+        blocks.group_norm(norm, hidden)
+        assert calls == 1
+
+
+@pytest.mark.parametrize("channels_in, channels_out, uses_winograd", [
+    (640, 640, True), (320, 640, True), (960, 320, True), (320, 320, False), (640, 64, False), (660, 640, False),
+])  # fmt: skip
+def test_only_wide_convolutions_use_winograd(channels_in: int, channels_out: int, uses_winograd: bool) -> None:
+    with torch.device("meta"):
+        block = SimpleNamespace(conv1=torch.nn.Conv2d(channels_in, channels_out, 3), conv2=torch.nn.Conv2d(64, 64, 3))
+        replace_wide_convs(block)
+    assert isinstance(block.conv1, WinogradConv) == uses_winograd and isinstance(block.conv2, torch.nn.Conv2d)
+
+
+@pytest.mark.parametrize("component", ["unet", "unet_guided"])
+@pytest.mark.parametrize("precision, device, uses_winograd", [
+    (FP16, "cuda", True), (BF16, "cuda", True), (FP32, "cuda", False), (FP16, "cpu", False),
+])  # fmt: skip
+@pytest.mark.usefixtures("winograd_without_gpu")
+def test_unet_uses_winograd_on_gpus_in_half_precision(
+    component: str, precision: Precision, device: str, uses_winograd: bool, toy_folder: Path
+) -> None:
+    """Only Triton kernels compute in Winograd's form, in half precision. Weights are stored in that form."""
+    names = load_network(Checkpoint(toy_folder), component, precision, device).tensors()
+    shape = names["mid_block.resnets.0.conv1.weight"].shape
+    assert (len(shape) == 3 and shape[0] == 16) == uses_winograd and "mid_block.resnets.0.conv1.bias" in names
+    plain = load_network(Checkpoint(toy_folder), component, precision, device, plain=True)  # as for TensorRT
+    assert plain.layout == "plain" and plain.tensors()["mid_block.resnets.0.conv1.weight"].ndim == 4
+
+
+@pytest.mark.parametrize("component", BASE_COMPONENTS)
+def test_refuses_missing_weights(component: str, folder_copy: Path) -> None:
+    subfolder = folder_copy / CLASSES[component][1]
+    lost: list[str] = []
+
+    def lose(tensors: dict[str, torch.Tensor]) -> None:
+        lost.append(max(name for name in tensors if name.endswith("weight") and "encoder.conv" not in name))
+        del tensors[lost[0]]
+
+    edit_weights(subfolder, lose)
+    with pytest.raises(CheckpointError, match="lacks 1 of its network's weights, ") as refusal:
+        load_network(Checkpoint(folder_copy), component, FP32)
+    assert lost[0].removeprefix("text_model.") in str(refusal.value)
+
+
+def test_refuses_refiner_with_another_noise_schedule(
+    folder_copy: Path, toy_folder: Path, store_copy: WritableStore, toy_plan: BuildPlan
+) -> None:
+    edit_json(folder_copy / "scheduler" / "scheduler_config.json", beta_end=0.02)
+    with pytest.raises(CheckpointError, match="another noise schedule"):
+        build(replace(toy_plan, refiner=Checkpoint(folder_copy), model="refused"), store_copy)
+
+
+def key_of(folder: Path, component: str, target: Target) -> str:
+    network = load_network(Checkpoint(folder), component, FP32)
+    return engine_key(network, target, dynamic_bucket(network.multiple))
+
+
+@pytest.mark.parametrize("component", BASE_COMPONENTS)
+def test_key_is_independent_of_provenance_and_weights(
+    component: str, folder_copy: Path, toy_folder: Path, target: Target
+) -> None:
+    subfolder = folder_copy / CLASSES[component][1]
+    edit_weights(subfolder, lambda tensors: [tensor.add_(1) for tensor in tensors.values()])
+    edit_config(
+        subfolder,
+        _name_or_path="someone/else",
+        _diffusers_version="0.1",
+        transformers_version="4.0",
+        torch_dtype="float16",
+    )
+    if component.startswith("vae_"):
+        edit_config(subfolder, scaling_factor=0.3)  # applied outside of the engine
+    assert key_of(folder_copy, component, target) == key_of(toy_folder, component, target)
+
+
+@pytest.mark.parametrize(
+    "component, entries",
+    [
+        ("text_encoder", {"hidden_act": "gelu"}),
+        ("text_encoder_2", {"layer_norm_eps": 1e-4}),
+        ("unet", {"norm_eps": 1e-4}),
+        ("unet", {"flip_sin_to_cos": False}),
+        ("vae_decoder", {"norm_num_groups": 2}),
+    ],
+)
+def test_key_depends_on_the_architecture(
+    component: str, entries: dict[str, object], folder_copy: Path, toy_folder: Path, target: Target
+) -> None:
+    edit_config(folder_copy / CLASSES[component][1], **entries)
+    assert key_of(folder_copy, component, target) != key_of(toy_folder, component, target)
+
+
+def test_key_depends_on_target_bucket_precision_and_layout(toy_folder: Path, target: Target) -> None:
+    folder = Checkpoint(toy_folder)
+    network = load_network(folder, "unet", FP32)
+    bucket = dynamic_bucket(network.multiple)
+    keys = [
+        engine_key(network, target, bucket),
+        engine_key(network, replace(target, product="x86_64_v2"), bucket),
+        engine_key(network, target, dynamic_bucket(network.multiple, max_batch=8)),
+        engine_key(load_network(folder, "unet", BF16), target, bucket),
+        engine_key(replace(network, layout="channels_last"), target, bucket),
+    ]
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize("library", ["diffusers", "transformers"])
+def test_key_depends_on_library_versions(
+    library: str, toy_folder: Path, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = key_of(toy_folder, "unet", target)
+    install_metadata(tmp_path, library, "9")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert key_of(toy_folder, "unet", target) != before

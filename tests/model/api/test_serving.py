@@ -1,0 +1,225 @@
+"""From a request over HTTP to an image, on the real Truss server of this repository's own image."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from engine_builder.local_server.server import Layout, Server, ServerFailed
+from engine_builder.stores.store import open_writable_store
+from model.api.request import GenerationRequest
+from model.api.resolve import resolve
+from model.errors import ConfigError, PreheatError, ReleaseNotFound
+from model.loading.load import Loaded
+from model.model import Model
+from model.pipeline.text_to_image import generate
+from model.store.store import Store
+from tests.conftest import READY_SECONDS
+from tests.support.images import Pixels, largest_difference, open_image, pixels
+from tests.support.predictions import PREDICT_PATH, PROMPT, SMALL, http_client, post, predict
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[httpx.Client]:
+    with http_client(server) as client:
+        yield client
+
+
+REFINED = {
+    "prompt": PROMPT, "negative_prompt": "a line", "width": 192, "height": 128, "seed": 5, "num_inference_steps": 6,
+    "scheduler": "DPM++ 2M Karras", "use_refiner": True,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def refined_image(loaded: Loaded) -> Pixels:
+    """The image of REFINED, generated in this process."""
+    [image] = generate(loaded.model, [resolve(GenerationRequest.model_validate(REFINED), loaded.served)])[0]
+    return image
+
+
+@pytest.mark.parametrize("output_format", ["png", "jpeg", "webp"])
+def test_returns_the_image_of_generate(
+    output_format: str, client: httpx.Client, loaded: Loaded, refined_image: Pixels
+) -> None:
+    body = predict(client, **REFINED, output_format=output_format)
+    assert body["status"] == "success"
+    assert body["data"] == body["images"][0]["data"]
+    assert body["warnings"] == []
+    assert body["engine"] == {"release": loaded.release, "target": loaded.target, "runtime": "aot_inductor"}
+    assert {"text", "denoise", "refine", "decode", "encode"} <= body["timings"].keys()
+    assert sum(body["timings"].values()) / 1000 <= body["time"] + 0.001
+    [entry] = body["images"]
+    assert {**entry, "data": ""} == {"data": "", "seed": 5, "format": output_format, "width": 192, "height": 128}
+    image = open_image(entry["data"])
+    assert (image.format, image.size, image.mode) == (output_format.upper(), (192, 128), "RGB")
+    if output_format == "png":
+        assert largest_difference(np.asarray(image), refined_image) <= 1  # two processes may add in another order
+    else:
+        assert np.abs(np.asarray(image).astype(int) - refined_image.astype(int)).mean() < 12  # lossy
+
+
+def test_empty_fields_have_defaults(client: httpx.Client) -> None:
+    body = predict(client, prompt=PROMPT)
+    [image] = body["images"]
+    assert (image["width"], image["height"], image["format"]) == (256, 256, "jpeg")
+    assert open_image(body["data"]).size == (256, 256)
+    # Guidance is the model's own default (data/tiny-sdxl/defaults.json), the others are the request's.
+    defaults = {"num_inference_steps": 30, "guidance_scale": 3.0, "scheduler": "Euler", "use_refiner": False}
+    explicit = predict(client, prompt=PROMPT, seed=image["seed"], **defaults, output_format="jpeg", quality=95)
+    assert explicit["data"] == body["data"]
+
+
+def test_returned_seed_gives_the_same_image(client: httpx.Client) -> None:
+    first, second = (predict(client, **SMALL) for _ in range(2))
+    seeds = [body["images"][0]["seed"] for body in (first, second)]
+    assert seeds[0] != seeds[1] and first["data"] != second["data"]
+    assert all(type(seed) is int and 0 <= seed < 2**32 for seed in seeds)
+    assert predict(client, **SMALL, seed=seeds[0])["data"] == first["data"]
+
+
+def test_images_of_a_request_have_successive_seeds(client: httpx.Client) -> None:
+    body = predict(client, **SMALL, seed=2**32 - 2, num_images=4)
+    assert [image["seed"] for image in body["images"]] == [2**32 - 2, 2**32 - 1, 0, 1]
+    for image in body["images"]:
+        alone = predict(client, **SMALL, seed=image["seed"])
+        assert largest_difference(pixels(image["data"]), pixels(alone["data"])) <= 1
+
+
+def test_sampler_applies_to_its_request_only(client: httpx.Client) -> None:
+    default = predict(client, **SMALL, seed=1)["data"]
+    ancestral = predict(client, **SMALL, seed=1, scheduler="Euler a")["data"]
+    assert ancestral != default
+    assert predict(client, **SMALL, seed=1)["data"] == default
+    by_class = predict(client, **SMALL, seed=1, scheduler="EulerAncestralDiscreteScheduler")["data"]
+    assert by_class == ancestral
+
+
+def test_warns_of_a_truncated_prompt_and_an_unused_refiner(client: httpx.Client) -> None:
+    long = "a red circle and " * 40
+    body = predict(client, **(SMALL | {"prompt": long}), use_refiner=True, denoising_frac=0.999)
+    assert [warning.split(":")[0] for warning in body["warnings"]] == ["prompt", "denoising_frac"]
+
+
+REFUSED = [
+    ("prompt", {"prompt": ""}, "1 to 4000 characters"),
+    ("prompt", {"prompt": "x" * 100_000}, "1 to 4000 characters"),
+    ("width", {"width": 63}, "64 to 4096"),
+    ("width", {"width": 100}, "a multiple of 32 from 64 to 1024"),
+    ("width", {"width": 2048}, "a multiple of 32 from 64 to 1024"),
+    ("height", {"height": 72}, "a multiple of 32 from 64 to 1024"),
+    ("num_inference_steps", {"num_inference_steps": 51, "scheduler": "LCM"}, "1 to 50"),
+    ("guidance_scale", {"guidance_scale": "7.5"}, "a number"),
+    ("scheduler", {"scheduler": "UniPC"}, "DPM++ 2M SDE Karras"),
+    ("output_format", {"output_format": "gif"}, '"png", "jpeg", "webp"'),
+    ("steps", {"steps": 30}, "num_inference_steps"),
+]
+"""A field, wrong values of a request, and the accepted values that its refusal names."""
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong", "accepted"), REFUSED, ids=[json.dumps(wrong).strip("{}")[:40] for _, wrong, _ in REFUSED]
+)
+def test_refuses_what_is_not_served(field: str, wrong: dict[str, object], accepted: str, client: httpx.Client) -> None:
+    """tests/model/api/test_request.py has all fields and their limits."""
+    response = post(client, **(SMALL | wrong))
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert field in error and accepted in error
+    assert len(response.text) < 2_000
+
+
+def test_refuses_a_request_without_a_prompt(client: httpx.Client) -> None:
+    response = post(client)
+    assert response.status_code == 400
+    assert "prompt" in response.json()["error"] and "is required" in response.json()["error"]
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"a cat"', b'{"prompt": NaN}', b"\xff"])
+def test_invalid_body_is_a_client_error(body: bytes, client: httpx.Client) -> None:
+    response = client.post(PREDICT_PATH, content=body, headers={"Content-Type": "application/json"})
+    assert 400 <= response.status_code < 500, response.text
+    assert response.json()["error"]
+
+
+def test_concurrent_requests_get_their_own_images(client: httpx.Client) -> None:
+    requests = [
+        SMALL | {"seed": seed, "scheduler": scheduler, "width": width, "num_inference_steps": 2 + seed % 3}
+        for seed, (scheduler, width) in enumerate([("Euler", 64), ("Euler a", 96), ("LCM", 64), ("DDIM", 128)] * 4)
+    ]
+    alone = [predict(client, **request)["data"] for request in requests]
+    assert len(set(alone)) == len(alone)
+    with ThreadPoolExecutor(8) as threads:
+        concurrent = list(threads.map(lambda request: predict(client, **request), requests))
+    for body, expected in zip(concurrent, alone, strict=True):
+        assert largest_difference(pixels(body["data"]), pixels(expected)) <= 1
+    assert [body["images"][0]["seed"] for body in concurrent] == [request["seed"] for request in requests]
+
+
+@pytest.mark.parametrize("path", ["/", "/v1/models/model", "/v1/models/model/loaded"])
+def test_loaded_server_is_healthy(path: str, client: httpx.Client) -> None:
+    assert client.get(path).status_code == 200
+
+
+def test_publishes_the_schema(client: httpx.Client) -> None:
+    schema = json.dumps(client.get("/v1/models/model/schema").json())
+    assert all(field in schema for field in GenerationRequest.model_fields)
+
+
+def test_measures_the_cold_start(client: httpx.Client) -> None:
+    predict(client, **SMALL)
+    metrics = client.get("/metrics/").text
+    samples = re.findall(r'^preheat_cold_start_seconds\{phase="(\w+)"\} (\S+)$', metrics, re.MULTILINE)
+    seconds = {phase: float(value) for phase, value in samples}
+    in_turns = {"import", "resolve", "weights", "engines", "warm_up"}  # "stream" and parts of the warm-up overlap them
+    assert in_turns | {"first_image"} <= seconds.keys()
+    assert all(value > 0 for value in seconds.values())
+    assert seconds["first_image"] > sum(seconds[phase] for phase in in_turns) - 0.01
+
+
+# -- what cannot be served --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("missing", "error", "message"),
+    [
+        ("store", ConfigError, r"\ANo store is configured\. Set model_metadata\.preheat\.store"),
+        ("release", ConfigError, r"\ANo release is configured\. Set model_metadata\.preheat\.release"),
+        (None, ReleaseNotFound, r"\ARelease tiny-sdxl/never was not found in file://.*tiny-sdxl/"),
+    ],
+    ids=["no store", "no release", "unknown release"],
+)
+def test_load_reports_a_release_that_is_missing(
+    missing: str | None, error: type[PreheatError], message: str, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PREHEAT_STORE", raising=False)
+    monkeypatch.delenv("PREHEAT_RELEASE", raising=False)
+    settings = {"store": store.url, "release": "tiny-sdxl/never"}
+    settings.pop(missing or "", None)
+    with pytest.raises(error, match=message):
+        Model(config={"model_metadata": {"preheat": settings}}).load()
+
+
+def test_server_reports_a_damaged_engine(layout: Layout, store: Store, release: str, tmp_path: Path) -> None:
+    manifest, kept = store.read_release(release), Path(store.url.removeprefix("file://"))
+    blobs = tmp_path / "store" / "blobs" / "sha256"
+    blobs.mkdir(parents=True)
+    for digest in manifest.blobs():
+        shutil.copy(kept / "blobs" / "sha256" / digest, blobs)
+    copied = open_writable_store(tmp_path / "store")
+    copied.write_release(manifest)
+    [damaged] = [engine.blob for engine in manifest.engines if engine.component == "unet"]
+    data = bytearray((blobs / damaged.sha256).read_bytes())
+    data[len(data) // 2] ^= 1
+    (blobs / damaged.sha256).write_bytes(data)
+    environment = {"PREHEAT_STORE": copied.url, "PREHEAT_RELEASE": release}
+    with Server(layout, environment=environment) as server, pytest.raises(ServerFailed) as failure:
+        server.wait_ready(READY_SECONDS)
+    damage = f"Blob {damaged.sha256[:12]} in {copied.url} is damaged"
+    assert str(failure.value).startswith(f"The server refused to start. {damage}")

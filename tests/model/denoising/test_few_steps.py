@@ -1,0 +1,238 @@
+"""Few-step models: the samplers of Turbo and Lightning, and UNets that take the guidance scale as an input (LCM)."""
+
+import itertools
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from diffusers import StableDiffusionXLPipeline
+
+from engine_builder.backends.aot_inductor.compile import dynamic_bucket, engine_key
+from engine_builder.backends.onnx.export import export_graph
+from engine_builder.backends.onnx.graph_store import validate_graph
+from engine_builder.building.build_plan import BuildPlan
+from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
+from engine_builder.checkpoints.release_settings import read_model_facts, read_noise_schedules, read_release_defaults
+from engine_builder.networks.network import load_network
+from model.api.request import GenerationRequest
+from model.api.resolve import resolve
+from model.cold_start import ColdStart
+from model.engines import signatures
+from model.engines.engine import EngineSet
+from model.loading.load import Loaded, load_release
+from model.loading.served import read_defaults
+from model.loading.target import Target, detect_targets
+from model.pipeline import spec
+from model.pipeline.guidance import embed_guidance
+from model.pipeline.loaded_model import LoadedModel
+from model.pipeline.params import GenerationParams
+from model.pipeline.text_to_image import generate
+from model.store.precision import FP16, FP32
+from tests.engine_builder.helpers import edit_json
+from tests.support import toy_sdxl
+from tests.support.components import BASE_COMPONENTS
+from tests.support.linear_networks import PLAIN, WIDTHS, Stub, linear_model, stub
+from tests.support.reference import Reference
+from tests.support.repository import MODEL_FOLDER
+from tests.support.uncompiled import publish_uncompiled
+
+TOLERANCE = 2  # of 255: float32 rounding, in another order
+GUIDANCE_WIDTH = 24  # of the guidance embedding of the distilled toy
+
+
+def largest_difference(one: npt.NDArray[np.uint8], other: npt.NDArray[np.uint8]) -> int:
+    """Return the largest difference between two images' levels, which are 0 to 255."""
+    assert one.shape == other.shape
+    return int(np.abs(one.astype(int) - other.astype(int)).max())
+
+
+@pytest.fixture(scope="module")
+def distilled_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The toy with a UNet that embeds guidance, as distilled ones do, and an LCM's defaults."""
+    folder = tmp_path_factory.mktemp("distilled") / "toy-lcm"
+    toy_sdxl.write(folder, MODEL_FOLDER / "tokenizer", timestep_cond=GUIDANCE_WIDTH)
+    defaults = {"scheduler": "LCM", "num_inference_steps": 4, "guidance_scale": 7.5}
+    (folder / "defaults.json").write_text(json.dumps(defaults))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def distilled(distilled_folder: Path, target: Target, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    """The distilled toy, built, published and loaded."""
+    plan = BuildPlan("toy-lcm", Checkpoint(distilled_folder), None, target, FP32)
+    store = publish_uncompiled(plan, tmp_path_factory.mktemp("distilled-store") / "store")
+    return load_release(store, "toy-lcm/1", detect_targets(), [], ColdStart())
+
+
+def params_of(loaded: Loaded, **fields: object) -> GenerationParams:
+    """Return the parameters of a request with these fields."""
+    request = {"prompt": "a large red circle on a blue background", "seed": 7} | fields
+    return resolve(GenerationRequest.model_validate(request), loaded.served)
+
+
+# -- UNets that embed guidance ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [24, 25, 256])
+def test_guidance_is_embedded_as_in_diffusers(width: int) -> None:
+    scales = [0.0, 0.5, 1.0, 1.7, 7.3, 7.5, 30.0]
+    embed = StableDiffusionXLPipeline.get_guidance_scale_embedding
+    for scale in scales:
+        expected = embed(None, torch.tensor(scale - 1).repeat(1), embedding_dim=width)
+        assert torch.equal(embed_guidance(np.array([scale]), width), expected)
+
+
+def test_distilled_model_generates_the_image_of_diffusers(distilled: Loaded, distilled_folder: Path) -> None:
+    reference = Reference(distilled_folder)
+    images = {}
+    for scheduler in ("LCM", "Euler"):
+        for guidance in (0.0, 1.0, 2.5, 7.5):
+            for negative in (None, "a green triangle"):
+                params = params_of(distilled, scheduler=scheduler, guidance_scale=guidance, negative_prompt=negative)
+                [image], _, _ = generate(distilled.model, [params])
+                difference = largest_difference(image, reference.generate(params))
+                assert difference <= TOLERANCE, (scheduler, guidance, negative)
+                images[scheduler, guidance] = image
+    # Guidance changes the image, so the comparison would notice a wrong one.
+    assert largest_difference(images["LCM", 1.0], images["LCM", 7.5]) > 5 * TOLERANCE
+    assert largest_difference(images["Euler", 0.0], images["Euler", 1.0]) > 5 * TOLERANCE
+
+
+def test_distilled_model_needs_only_another_time_network(
+    distilled_folder: Path, toy_folder: Path, target: Target
+) -> None:
+    def engine_keys(folder: Path) -> dict[str, str]:
+        networks = [load_network(Checkpoint(folder), name, FP32) for name in BASE_COMPONENTS[2:5]]
+        return {
+            network.component: engine_key(network, target, dynamic_bucket(network.multiple)) for network in networks
+        }
+
+    distilled, plain = engine_keys(distilled_folder), engine_keys(toy_folder)
+    assert {name for name in distilled if distilled[name] != plain[name]} == {spec.UNET_TIME}
+
+
+def test_time_network_has_an_input_for_guidance(distilled: Loaded, loaded: Loaded) -> None:
+    signature = distilled.model.engines[spec.UNET_TIME].signature
+    assert [(tensor.name, tensor.dtype, tensor.shape) for tensor in signature.inputs][3:] == [
+        ("timestep_cond", "float32", ("rows", GUIDANCE_WIDTH))
+    ]
+    assert signatures.timestep_cond_width(loaded.model.engines[spec.UNET_TIME].signature) == 0
+
+
+def test_serves_the_defaults_of_the_model(distilled: Loaded) -> None:
+    params = params_of(distilled)
+    assert (params.scheduler, params.num_inference_steps, params.guidance_scale) == ("LCM", 4, 7.5)
+
+
+def distilled_linear_model() -> LoadedModel:
+    """Return the linear model with a base that embeds guidance and a refiner that does not."""
+    model = linear_model()
+    signature = signatures.unet_time_signature(replace(WIDTHS, timestep_cond=GUIDANCE_WIDTH), "float32")
+    model.engines[spec.UNET_TIME] = EngineSet([Stub(spec.UNET_TIME, signature)])
+    return model
+
+
+def test_each_step_embeds_its_guidance_and_runs_the_unet_once() -> None:
+    model = distilled_linear_model()
+    params = replace(PLAIN, negative_prompt="four", num_inference_steps=4, end_cfg_frac=0.5)
+    for scale in (0.5, 7.5):
+        _, _, warnings = generate(model, [replace(params, guidance_scale=scale)])
+        [inputs] = stub(model, spec.UNET_TIME).seen
+        expected = embed_guidance(np.array([scale, scale, 1.0, 1.0]), GUIDANCE_WIDTH)
+        assert torch.equal(inputs["timestep_cond"], expected)
+        assert [len(step["sample"]) for step in stub(model, spec.UNET).seen] == [1] * 4
+        assert [warning.partition(":")[0] for warning in warnings] == (["negative_prompt"] if scale > 1 else [])
+        stub(model, spec.UNET_TIME).seen.clear()
+        stub(model, spec.UNET).seen.clear()
+
+
+def test_refiner_that_embeds_no_guidance_runs_guided_steps() -> None:
+    model = distilled_linear_model()
+    _, _, [warning] = generate(model, [replace(PLAIN, negative_prompt="four", use_refiner=True)])
+    assert warning.startswith("negative_prompt: this model's UNet") and "only the refiner does" in warning
+    assert {len(step["sample"]) for step in stub(model, spec.UNET).seen} == {1}
+    assert {len(step["sample"]) for step in stub(model, spec.REFINER_UNET).seen} == {2}
+
+
+def test_base_without_steps_is_neither_encoded_nor_run() -> None:
+    model = distilled_linear_model()
+    [image], _, _ = generate(model, [replace(PLAIN, use_refiner=True, denoising_frac=0.0)])
+    assert image.shape == (PLAIN.height, PLAIN.width, 3)
+    assert len(stub(model, spec.REFINER_UNET).seen) == PLAIN.num_inference_steps
+    for name in (spec.TEXT_ENCODER, spec.TEXT_ENCODER_2, spec.UNET_TEXT, spec.UNET_TIME, spec.UNET):
+        assert stub(model, name).seen == []
+
+
+def test_time_network_with_guidance_exports_to_onnx(distilled_folder: Path) -> None:
+    network = load_network(Checkpoint(distilled_folder), spec.UNET_TIME, FP16)
+    assert validate_graph(network, export_graph(network)) <= 1e-2
+
+
+# -- Turbo and Lightning ---------------------------------------------------------------------------------------------
+
+# The entries of each published model's scheduler_config.json that differ from SDXL's.
+SCHEDULER_CONFIGS: dict[str, dict[str, Any]] = {
+    "Turbo": {"_class_name": "EulerAncestralDiscreteScheduler", "timestep_spacing": "trailing"},
+    "Lightning": {
+        "_class_name": "EulerDiscreteScheduler",
+        "timestep_spacing": "trailing",
+        "timestep_type": "discrete",
+        "rescale_betas_zero_snr": False,
+        "sigma_max": None,
+        "sigma_min": None,
+    },
+}
+SAMPLERS = {"Turbo": "Euler a", "Lightning": "Euler"}
+
+
+def write_few_step_model(kind: str, folder: Path) -> Path:
+    """Copy data/tiny-sdxl without its refiner, with the scheduler of such a model and a defaults.json."""
+    shutil.copytree(MODEL_FOLDER, folder, ignore=shutil.ignore_patterns("refiner"))
+    scheduler = folder / "scheduler" / "scheduler_config.json"
+    scheduler.write_text(json.dumps(json.loads(scheduler.read_text()) | SCHEDULER_CONFIGS[kind]))
+    class_name = json.loads(scheduler.read_text())["_class_name"]
+    edit_json(folder / "model_index.json", scheduler=["diffusers", class_name])
+    defaults = {"num_inference_steps": 4, "guidance_scale": 0.0, "width": 128, "height": 192}
+    (folder / "defaults.json").write_text(json.dumps(defaults))
+    return folder
+
+
+@pytest.mark.parametrize("kind", SCHEDULER_CONFIGS)
+def test_few_steps_generate_the_image_of_diffusers(kind: str, loaded: Loaded, tmp_path: Path) -> None:
+    folder = write_few_step_model(kind, tmp_path / "model")
+    base = Checkpoint(folder)
+    settings = read_model_facts(base, None)
+    model = replace(loaded.model, settings=settings, noise_schedules=read_noise_schedules(base, None), loops={})
+    defaults = read_defaults(read_release_defaults(base, None))
+    served = replace(
+        loaded.served, defaults=defaults, native_width=settings.native_width, native_height=settings.native_height
+    )
+    reference = Reference(folder)
+    images = []
+    for steps in (1, 2, 4):
+        request = GenerationRequest(prompt="a large red circle on a blue background", seed=7, num_inference_steps=steps)
+        params = resolve(request, served)
+        assert (params.scheduler, params.guidance_scale) == (SAMPLERS[kind], 0.0)
+        assert (params.width, params.height) == (128, 192)
+        [image], _, warnings = generate(model, [params])
+        assert image.shape == (192, 128, 3) and warnings == []
+        assert largest_difference(image, reference.generate(params)) <= TOLERANCE, steps
+        # SDXL's own schedule, with leading timesteps, gives another image.
+        [leading], _, _ = generate(replace(model, noise_schedules=loaded.model.noise_schedules, loops={}), [params])
+        assert largest_difference(image, leading) > 5 * TOLERANCE, steps
+        images.append(image)
+    assert all(largest_difference(one, other) > TOLERANCE for one, other in itertools.pairwise(images))
+
+
+@pytest.mark.parametrize("size", [{"width": 100}, {"height": "512"}, {"height": 32}, {"width": True}], ids=str)
+def test_refuses_an_invalid_native_size(size: dict[str, Any], tmp_path: Path) -> None:
+    folder = write_few_step_model("Turbo", tmp_path / "model")
+    (folder / "defaults.json").write_text(json.dumps(size))
+    with pytest.raises(CheckpointError, match=f"defaults.json: {next(iter(size))} is .* a multiple of 32"):
+        read_model_facts(Checkpoint(folder), None)

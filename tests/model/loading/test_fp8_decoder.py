@@ -1,0 +1,89 @@
+"""Releases whose FP8 build has the VAE decoder in FP8: which decoder is served, and what a validation compares with."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from engine_builder.quantization.validation.stored import write_validation
+from engine_builder.quantization.validation.thresholds import Thresholds
+from engine_builder.releases.publish import merge_drafts
+from engine_builder.releases.validation_gate import require_validation
+from engine_builder.stores.local import WritableLocalStore
+from model.loading.select import select
+from model.loading.target import Target
+from model.settings import ServedPrecision
+from model.store.manifest import Manifest, Signature
+from model.store.precision import BF16, FP8, FP16, FP32, Dtype, Precision
+from tests.engine_builder.releases.test_publish_validation import PICTURES, report_of
+from tests.support import releases
+
+GPU = Target("cuda", "h100", "sm90", "torch2.11-cu130")
+
+
+def recast(signature: Signature, dtype: Dtype) -> Signature:
+    """Return a signature whose floating-point tensors have this type."""
+    tensors = {
+        field: tuple(
+            spec.model_copy(update={"dtype": dtype}) if "float" in spec.dtype else spec
+            for spec in getattr(signature, field)
+        )
+        for field in ("inputs", "outputs")
+    }
+    return signature.model_copy(update=tensors)
+
+
+def draft_in(draft: Manifest, precisions: dict[str, Precision], **builder: str) -> Manifest:
+    """Return a draft for the GPU whose components have these precisions, by default fp16."""
+    engines = []
+    for engine in draft.engines:
+        precision = precisions.get(engine.component, FP16)
+        key = hashlib.sha256(f"{engine.key}{precision}".encode()).hexdigest()
+        signature = recast(engine.signature, precision.io)
+        changes = {"target": GPU.key, "precision": precision, "key": key, "signature": signature}
+        engines.append(engine.model_copy(update=changes))
+    weights = [
+        record.model_copy(update={"precision": precisions.get(record.component, FP16)}) for record in draft.weights
+    ]
+    entries = {"engines": tuple(engines), "weights": tuple(weights), "builder": {"source": "1", **builder}}
+    return draft.model_copy(update=entries)
+
+
+def release(folder: Path, vae: Precision) -> Manifest:
+    """Return a release in fp16 and FP8. The VAE of the fp16 build has the precision `vae`."""
+    draft = releases.draft_release(WritableLocalStore(folder))
+    unquantized = draft_in(draft, {"vae_decoder": vae, "vae_encoder": vae})
+    quantized = draft_in(draft, {"unet": FP8, "refiner_unet": FP8, "vae_decoder": FP8}, quantization="ab" * 32)
+    return merge_drafts([quantized, unquantized]).model_copy(update={"version": "1"})
+
+
+@pytest.mark.parametrize("vae", [FP16, FP32, BF16])
+@pytest.mark.parametrize(
+    ("served", "decoders"),
+    [
+        (ServedPrecision(FP16), ["fp16's"]),
+        (ServedPrecision(FP8), ["fp8"]),
+        (ServedPrecision(FP8, compares=True), ["fp8", "fp16's"]),
+    ],
+    ids=["fp16", "fp8", "compared"],
+)
+def test_decoder_has_the_precision_of_the_unet(
+    served: ServedPrecision, decoders: list[str], vae: Precision, tmp_path: Path
+) -> None:
+    """A comparison decodes as a deployment in fp16 does."""
+    selection = select(release(tmp_path, vae), [GPU], [], precision=served)
+    expected = [{"fp8": FP8, "fp16's": vae}[name] for name in decoders]
+    assert [engine.precision for engine in selection.engines["vae_decoder"]] == expected
+
+
+@pytest.mark.parametrize("vae", [FP32, BF16])
+def test_validation_compares_with_the_unets_precision(vae: Precision, tmp_path: Path) -> None:
+    store = WritableLocalStore(tmp_path)
+    manifest = release(tmp_path, vae)
+    digest = manifest.builder["quantization"]
+    for reference, refused in (("fp16", False), (vae.name, True)):
+        report = report_of().model_copy(update={"reference": reference, "identity": {"quantization": digest}})
+        write_validation(store, report, PICTURES)
+        found = require_validation(store, manifest, Thresholds(), accept=True).validation
+        assert found is not None
+        assert any("a comparison with fp16 is required" in sentence for sentence in found.violations) == refused

@@ -1,0 +1,397 @@
+"""The prefetch of a bucket runs in a process, which the load does not trust and which may end at any time."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from engine_builder.releases import signing
+from model.cold_start import ColdStart
+from model.errors import ManifestError, ReleaseNotFound, StoreError, UntrustedRelease
+from model.loading.load import load_release
+from model.loading.prefetch import Prefetch
+from model.loading.select import select as select_engines
+from model.settings import read_settings
+from model.store.manifest import Fp16Steps, Manifest
+from model.store.precision import FP8, FP16, Precision
+from model.store.s3 import S3Store
+from tests.conftest import Opener
+from tests.support import object_store as ceph
+from tests.support import releases
+from tests.support.cached_blobs import file_names
+from tests.support.faulty_proxy import FaultyProxy, RecordedRequest
+from tests.support.releases import RELEASE_NAME, cpu_target
+from tests.support.repository import REPOSITORY
+
+WAIT_SECONDS = 60  # enough for any machine
+SECRETS = {"aws_access_key_id": ceph.ACCESS_KEY, "aws_secret_access_key": ceph.SECRET_KEY}
+
+
+@pytest.fixture(autouse=True)
+def without_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove variables that could configure the process instead of the settings."""
+    for name in list(os.environ):
+        if name.startswith(("AWS_", "PREHEAT_", "XDG_")):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def manifest(open_bucket: Opener, tmp_path: Path) -> Manifest:
+    """The manifest of a release in the bucket."""
+    store = open_bucket(cache_dir=tmp_path / "unused")
+    manifest = releases.draft_release(store, releases.compiled_toy())
+    store.write_release(manifest)
+    return manifest
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """The cache folder of the prefetch and the load."""
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def settings(manifest: Manifest, proxy: FaultyProxy, bucket: str, cache: Path) -> dict[str, Any]:
+    return {"store": f"s3://{bucket}", "release": RELEASE_NAME, "cache_dir": str(cache), "endpoint": proxy.url}
+
+
+class Start(Protocol):
+    def __call__(self, python: str = sys.executable, **changes: Any) -> Prefetch:
+        """Start a prefetch. `changes`: settings that differ."""
+
+
+@pytest.fixture
+def start(settings: dict[str, Any]) -> Iterator[Start]:
+    """A function that starts a prefetch, which ends with the test."""
+    started: list[Prefetch] = []
+
+    def start_prefetch(python: str = sys.executable, **changes: Any) -> Prefetch:
+        started.append(Prefetch(read_settings(settings | changes), SECRETS, python=python))
+        return started[-1]
+
+    yield start_prefetch
+    for prefetch in started:
+        prefetch.close()
+    wait_until(lambda: not worker_pids(os.getpid()))
+
+
+@dataclass
+class Gate:
+    """Holds back the requests for blobs. `requested` is set at the first one."""
+
+    requested: threading.Event = field(default_factory=threading.Event)
+    opened: threading.Event = field(default_factory=threading.Event)
+
+    def hold(self, request: RecordedRequest) -> None:
+        if "/blobs/" in request.path:
+            self.requested.set()
+            self.opened.wait(WAIT_SECONDS)
+
+    def wait_for_request(self) -> None:
+        assert self.requested.wait(WAIT_SECONDS), "no blob was requested"
+
+
+@pytest.fixture
+def gate(proxy: FaultyProxy) -> Iterator[Gate]:
+    """A gate in the proxy, which opens at the end of the test."""
+    gate = Gate()
+    proxy.on_request = gate.hold
+    yield gate
+    gate.opened.set()
+
+
+def load(prefetch: Prefetch, settings: dict[str, Any]) -> str:
+    keys = read_settings(settings).public_key
+    return load_release(prefetch.store(), RELEASE_NAME, [cpu_target()], [], ColdStart(), keys).release
+
+
+def worker_pids(parent: int) -> list[int]:
+    """Return the ids of the running prefetch processes that a process has started."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # the process has ended meanwhile
+            parent_field = (path / "stat").read_text().rpartition(")")[2].split()[1]
+            if int(parent_field) == parent and b"prefetch_worker" in (path / "cmdline").read_bytes():
+                found.append(int(path.name))
+    return found
+
+
+def worker_pid(parent: int) -> int:
+    [pid] = worker_pids(parent)
+    return pid
+
+
+@contextmanager
+def awaited_end(pid: int) -> Iterator[None]:
+    """Wait after the block until a process that runs before it has ended."""
+    handle = os.pidfd_open(pid)
+    try:
+        yield
+        assert select.select([handle], [], [], WAIT_SECONDS)[0], f"process {pid} still runs"
+    finally:
+        os.close(handle)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not become true"
+        time.sleep(0.01)
+
+
+def test_load_finds_everything_in_the_cache(
+    start: Start, settings: dict[str, Any], manifest: Manifest, proxy: FaultyProxy, cache: Path
+) -> None:
+    prefetch = start()
+    prefetch.wait()
+    assert file_names(cache) == manifest.blobs().keys() and not file_names(cache, "partial")
+    assert len(proxy.requested_ranges(f"/releases/{RELEASE_NAME}.json")) == 1
+    proxy.requests.clear()
+    assert load(prefetch, settings) == RELEASE_NAME
+    assert not proxy.requests, "the manifest or a blob was requested again"
+
+
+def in_precisions(store: S3Store, manifest: Manifest, *precisions: Precision) -> Manifest:
+    """Return the manifest with the UNet in these precisions instead of its own. Each has blobs of its own."""
+
+    def copies(record: Any) -> list[Any]:
+        """Return the record of an engine or of weights in each precision."""
+        if record.component != "unet":
+            return [record]
+        found = []
+        for precision in precisions:
+            blob = releases.put_blob(store, f"{type(record).__name__} {precision}".encode())
+            blobs = {"blobs": (blob,)} if hasattr(record, "blobs") else {"blob": blob, "key": blob.sha256}
+            found.append(record.model_copy(update={"precision": precision, **blobs}))
+        return found
+
+    engines = tuple(copy for engine in manifest.engines for copy in copies(engine))
+    weights = tuple(copy for record in manifest.weights for copy in copies(record))
+    return manifest.model_copy(update={"engines": engines, "weights": weights, "schema_version": 2})
+
+
+@pytest.mark.parametrize(
+    ("release_default", "configured", "precisions"),
+    [
+        (None, {}, {FP16}),
+        (None, {"precision": "fp8"}, {FP8}),
+        (None, {"precision": "fp8", "fp16_steps": {"first": 1}}, {FP8, FP16}),
+        (Fp16Steps(last=1), {"precision": "fp8"}, {FP8, FP16}),
+        (Fp16Steps(last=1), {"precision": "fp8", "fp16_steps": {}}, {FP8}),
+        (None, {"precision": "fp8", "compare_every": 9}, {FP8, FP16}),
+    ],
+    ids=["default", "fp8", "fp8 and fp16 steps", "the release's fp16 steps", "no fp16 steps", "compared"],
+)
+def test_precision_reaches_the_process(
+    release_default: Fp16Steps | None, configured: dict[str, Any], precisions: set[Precision],
+    manifest: Manifest, open_bucket: Opener, start: Start, cache: Path, tmp_path: Path,
+) -> None:  # fmt: skip
+    store = open_bucket(cache_dir=tmp_path / "unused")
+    changes = {"version": "2", "fp16_steps": release_default}
+    store.write_release(in_precisions(store, manifest, FP16, FP8).model_copy(update=changes))
+    start(release="toy/2", **configured).wait()
+    served = read_settings(configured).served_precision
+    selection = select_engines(store.read_release("toy/2"), [cpu_target()], [], precision=served)
+    assert {engine.precision for engine in selection.engines["unet"]} == precisions
+    assert file_names(cache) == {blob.sha256 for blob in selection.blobs()} and not file_names(cache, "partial")
+
+
+def test_loading_process_does_not_import_boto3(settings: dict[str, Any], manifest: Manifest) -> None:
+    script = """
+        import json, sys
+        from model.loading.prefetch import Prefetch
+        from model.loading.select import select
+        from model.loading.target import detect_targets
+        from model.settings import read_settings
+
+        section, secrets = map(json.loads, sys.stdin)
+        settings = read_settings(section)
+        prefetch = Prefetch(settings, secrets)
+        prefetch.wait()
+        store = prefetch.store()
+        blobs = select(store.read_release(settings.release), detect_targets(), []).blobs()
+        store.fetch(blobs)
+        for blob in blobs:
+            store.read(blob.sha256, memoryview(bytearray(blob.bytes)))
+        prefetch.close()
+        print(len(blobs), sorted(name for name in ("torch", "boto3", "botocore", "urllib3") if name in sys.modules))
+    """
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], input=f"{json.dumps(settings)}\n{json.dumps(SECRETS)}",
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert ran.returncode == 0 and ran.stderr == "", ran.stderr
+    assert ran.stdout.split(maxsplit=1) == [str(len(manifest.blobs())), "[]\n"]
+
+
+def test_load_waits_for_blobs_in_flight(
+    start: Start, settings: dict[str, Any], manifest: Manifest, proxy: FaultyProxy, gate: Gate, cache: Path
+) -> None:
+    prefetch = start()
+    gate.wait_for_request()
+    loaded: list[str] = []
+    loading = threading.Thread(target=lambda: loaded.append(load(prefetch, settings)))
+    loading.start()
+    # Both processes have registered their use of blobs.
+    wait_until(lambda: sum(path.stat().st_size > 0 for path in (cache / "users").iterdir()) == 2)
+    assert loading.is_alive() and not file_names(cache)
+    gate.opened.set()
+    loading.join()
+    assert loaded == [RELEASE_NAME]
+    for digest in manifest.blobs():
+        assert len(proxy.requested_ranges(digest)) == 1
+
+
+def test_process_list_shows_no_secrets(start: Start, gate: Gate) -> None:
+    start()
+    gate.wait_for_request()  # so the process has the secrets
+    for name in ("cmdline", "environ"):
+        content = Path(f"/proc/{worker_pid(os.getpid())}/{name}").read_bytes()
+        assert content and not [secret for secret in SECRETS.values() if secret.encode() in content]
+
+
+def test_process_ends_with_a_killed_parent(
+    start: Start, settings: dict[str, Any], manifest: Manifest, gate: Gate, cache: Path
+) -> None:
+    """The next start succeeds."""
+    script = """
+        import json, sys, time
+        from model.loading.prefetch import Prefetch
+        from model.settings import read_settings
+
+        section, secrets = map(json.loads, (sys.stdin.readline(), sys.stdin.readline()))
+        prefetch = Prefetch(read_settings(section), secrets)
+        time.sleep(600)
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], cwd=REPOSITORY, stdin=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdin is not None
+        parent.stdin.write(f"{json.dumps(settings)}\n{json.dumps(SECRETS)}\n")
+        parent.stdin.flush()
+        gate.wait_for_request()
+        with awaited_end(worker_pid(parent.pid)):
+            parent.kill()
+    assert not file_names(cache) and file_names(cache, "partial")
+    gate.opened.set()
+    prefetch = start()
+    assert load(prefetch, settings) == RELEASE_NAME
+    prefetch.wait()
+    assert file_names(cache) == manifest.blobs().keys() and not file_names(cache, "partial")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 0.95])
+def test_load_continues_after_the_process_is_killed(
+    start: Start,
+    settings: dict[str, Any],
+    manifest: Manifest,
+    proxy: FaultyProxy,
+    cache: Path,
+    caplog: pytest.LogCaptureFixture,
+    share: float,
+) -> None:
+    """The process is killed after a share of the bytes."""
+    total = sum(blob.bytes for blob in manifest.blobs().values()) + len(manifest.to_json())
+    killed = threading.Event()
+
+    def kill(forwarded: int) -> None:
+        if forwarded >= share * total and not killed.is_set():
+            os.kill(worker_pid(os.getpid()), signal.SIGKILL)
+            killed.set()
+
+    proxy.on_bytes = kill
+    assert load(start(), settings) == RELEASE_NAME
+    assert killed.is_set()
+    wait_until(lambda: "prefetch ended with exit code -9; the load continues without it" in caplog.text)
+    assert file_names(cache) == manifest.blobs().keys()
+    # If it is killed between opening a partial file and finding the complete blob, it leaves an empty file.
+    assert not [path for path in (cache / "partial").iterdir() if path.stat().st_size]
+
+
+def test_close_ends_the_process_during_a_fetch(start: Start, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+    prefetch = start()
+    gate.wait_for_request()
+    with awaited_end(worker_pid(os.getpid())):
+        prefetch.close()
+    prefetch.wait()
+    assert not caplog.records
+
+
+def test_fetched_blobs_are_in_use_until_the_load_ends(start: Start, manifest: Manifest, cache: Path) -> None:
+    start().wait()
+    in_use = {digest for path in (cache / "users").iterdir() for digest in path.read_text().split()}
+    assert in_use == manifest.blobs().keys() and worker_pid(os.getpid())
+
+
+def test_fetches_nothing_of_an_untrusted_release(
+    start: Start, settings: dict[str, Any], proxy: FaultyProxy, cache: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings["public_key"] = str(signing.public_key(Ed25519PrivateKey.generate()))
+    prefetch = start()
+    prefetch.wait()
+    assert not proxy.requested_ranges("/blobs/") and not file_names(cache)
+    with pytest.raises(UntrustedRelease, match="is not signed"):
+        load(prefetch, settings)
+    assert capfd.readouterr().err == "", "only the load reports the error"
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        ({"release": "toy/9"}, ReleaseNotFound, "Release toy/9 was not found"),
+        ({"cache_bytes": 1000}, StoreError, "cache_bytes"),
+        ({"endpoint": "nonsense"}, StoreError, "endpoint"),
+        ({"store": "s3://UPPER"}, StoreError, "is not the URL of a bucket"),
+    ],
+    ids=["release", "cache_bytes", "endpoint", "store"],
+)
+def test_leaves_errors_to_the_load(
+    start: Start,
+    changes: dict[str, Any],
+    error: type[Exception],
+    message: str,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    prefetch = start(**changes)
+    prefetch.wait()
+    for _ in range(2):
+        with pytest.raises(error, match=message):
+            load_release(prefetch.store(), changes.get("release", RELEASE_NAME), [cpu_target()], [], ColdStart())
+    assert not caplog.records and capfd.readouterr().err == ""
+
+
+def test_load_fetches_if_the_process_fails(
+    start: Start, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert load(start(python="/bin/false"), settings) == RELEASE_NAME
+    wait_until(lambda: "prefetch ended with exit code 1" in caplog.text)
+
+
+def test_thread_fetches_if_no_process_can_be_started(
+    start: Start, manifest: Manifest, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start(python="/missing").wait()
+    assert file_names(cache) == manifest.blobs().keys()
+    assert "prefetch runs in the server's process" in caplog.text
+
+
+def test_preset_manifest_is_parsed_strictly_and_used_once(open_bucket: Opener, manifest: Manifest) -> None:
+    store: S3Store = open_bucket()
+    store.preset_manifest(RELEASE_NAME, manifest.to_json()[:-1])
+    with pytest.raises(ManifestError, match="is not JSON"):
+        store.read_release(RELEASE_NAME)
+    assert store.read_release(RELEASE_NAME) == manifest

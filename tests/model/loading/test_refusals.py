@@ -1,0 +1,145 @@
+"""Releases that a load refuses, with the reason and the fix. The manifest alone is enough, so no blob is read."""
+
+import copy
+import shutil
+
+import pytest
+
+from engine_builder.stores.local import WritableLocalStore
+from model.denoising.noise_schedule import InvalidSchedule
+from model.errors import CorruptBlob, EngineError, ManifestError, MissingComponent, NoEngineForTarget
+from model.loading.target import Target
+from model.settings import ServedBucket
+from tests.model.loading.helpers import (
+    REBUILD,
+    UNET,
+    Change,
+    Entries,
+    change_manifest,
+    make_static,
+    refusal,
+    without_component,
+)
+from tests.support import releases
+from tests.support.components import REFINER_COMPONENTS
+from tests.support.releases import cpu_target
+
+
+@pytest.fixture
+def store(store: WritableLocalStore) -> WritableLocalStore:
+    """The store without its blobs."""
+    shutil.rmtree(store.root / "blobs")
+    return store
+
+
+def test_valid_release_needs_its_blobs(store: WritableLocalStore) -> None:
+    """The refusals below are not caused by the missing blobs."""
+    assert "is missing" in refusal(CorruptBlob, store)
+
+
+def test_no_engine_for_the_target(store: WritableLocalStore) -> None:
+    message = refusal(NoEngineForTarget, store, targets=[Target("cuda", "h200", "sm90", "torch2.13-cu130")])
+    assert "cuda-h200-sm90-torch2.13-cu130" in message and f"has engines for {cpu_target().key}" in message
+    assert "`preheat build` on such a machine" in message and "`preheat publish`" in message
+
+
+NO_ENGINE: dict[str, tuple[Change, str]] = {
+    "of one component": (lambda e: e["engines"].pop(2), "for its unet"),
+    "at all": (lambda e: e["engines"].clear(), "has engines for nothing"),
+    "that this server can run": (lambda e: e["engines"][UNET].update(runtime="tensorrt"), "no unet engine"),
+}
+
+
+@pytest.mark.parametrize("change, message", NO_ENGINE.values(), ids=NO_ENGINE)
+def test_no_engine(store: WritableLocalStore, entries: Entries, change: Change, message: str) -> None:
+    change_manifest(store, entries, change)
+    refused = refusal(NoEngineForTarget, store)
+    assert message in refused and "`preheat build`" in refused
+
+
+LAYOUT = "no fp32 weights of unet in layout plain"
+MISSING: dict[str, tuple[Change, str]] = {
+    "text_encoder": (without_component("text_encoder"), "lacks text_encoder."),
+    "text_encoder_2": (without_component("text_encoder_2"), "lacks text_encoder_2."),
+    "unet": (without_component("unet"), "lacks unet."),
+    "vae_decoder": (without_component("vae_decoder"), "lacks vae_decoder."),
+    "weights": (lambda e: e["weights"].pop(1), "lacks text_encoder_2."),
+    "tokenizer": (lambda e: e["tokenizers"].pop("tokenizer_2"), "lacks tokenizer_2."),
+    "scheduler": (lambda e: e["schedulers"].pop("base"), "lacks base scheduler."),
+    "precision": (lambda e: e["weights"][UNET].update(precision="fp16"), LAYOUT),
+    "layout": (lambda e: e["weights"][UNET].update(layout="fused"), LAYOUT),
+    "refiner": (
+        lambda e: e["settings"].update(
+            refiner={"force_zeros_for_empty_prompt": True, "requires_aesthetics_score": False}
+        ),
+        f"lacks {', '.join(REFINER_COMPONENTS)}, refiner scheduler",
+    ),
+}
+
+
+@pytest.mark.parametrize("change, message", MISSING.values(), ids=MISSING)
+def test_missing_part(store: WritableLocalStore, entries: Entries, change: Change, message: str) -> None:
+    change_manifest(store, entries, change)
+    refused = refusal(MissingComponent, store)
+    assert message in refused and REBUILD in refused
+
+
+INVALID: dict[str, tuple[Change, str, type[ManifestError]]] = {
+    "refiner by default": (
+        lambda e: e["defaults"].update(use_refiner=True),
+        "`preheat build --refiner`",
+        ManifestError,
+    ),
+    "too many steps": (lambda e: e["defaults"].update(num_inference_steps=1000), "num_inference_steps", ManifestError),
+    "unknown sampler": (lambda e: e["defaults"].update(scheduler="UniPC"), "scheduler", ManifestError),
+    "unknown default": (lambda e: e["defaults"].update(colour="red"), "colour", ManifestError),
+    "prediction type": (
+        lambda e: e["schedulers"]["base"].update(prediction_type="sample"),
+        "prediction_type",
+        InvalidSchedule,
+    ),
+    "text as number": (lambda e: e["schedulers"]["base"].update(beta_start="0.1"), "beta_start", InvalidSchedule),
+    "missing value": (lambda e: e["schedulers"]["base"].pop("beta_end"), "beta_end", ManifestError),
+    "huge value": (lambda e: e["schedulers"]["base"].update(steps_offset=10**400), "steps_offset", InvalidSchedule),
+}
+
+
+@pytest.mark.parametrize("change, message, kind", INVALID.values(), ids=INVALID)
+def test_invalid_defaults_and_schedules(
+    store: WritableLocalStore, entries: Entries, change: Change, message: str, kind: type[ManifestError]
+) -> None:
+    change_manifest(store, entries, change)
+    assert message in refusal(kind, store)
+
+
+@pytest.mark.parametrize("component", ["unet", "unet_guided"], ids=["engine", "variant"])
+def test_engines_with_different_signatures(store: WritableLocalStore, entries: Entries, component: str) -> None:
+    second = copy.deepcopy(entries["engines"][UNET]) | {"component": component, "key": "0" * 64}
+    second["signature"]["outputs"][0]["name"] = "other"
+    entries["engines"].append(second)
+    if component != "unet":
+        entries["weights"].append(entries["weights"][UNET] | {"component": component})
+        entries["architectures"][component] = entries["architectures"]["unet"]
+    releases.write_manifest(store.root, entries)
+    assert "unet engines of release toy/1 differ" in refusal(EngineError, store)
+
+
+def test_configured_bucket_that_is_not_built(store: WritableLocalStore) -> None:
+    buckets = [ServedBucket(height=64, width=64, rows=2), ServedBucket(height=768, width=1024, rows=2)]
+    message = refusal(NoEngineForTarget, store, buckets=buckets)
+    assert "1024x768 with a batch of at most 2" in message and "`preheat build --size 1024x768@2`" in message
+    assert "remove that bucket from the config" in message
+
+
+def test_configured_buckets_without_the_native_size(store: WritableLocalStore) -> None:
+    message = refusal(NoEngineForTarget, store, buckets=[ServedBucket(height=128, width=128, rows=2)])
+    assert "default size of release toy/1, 64x64, is not loaded" in message
+    assert "128x128" in message and "config's buckets" in message
+
+
+def test_components_without_a_common_size(store: WritableLocalStore, entries: Entries) -> None:
+    make_static(entries, (64, 64), component="unet")
+    make_static(entries, (128, 128), component="vae_decoder")
+    releases.write_manifest(store.root, entries)
+    message = refusal(NoEngineForTarget, store)
+    assert "64x64" in message and "`preheat build`" in message

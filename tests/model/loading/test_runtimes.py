@@ -1,0 +1,497 @@
+"""The choice of the runtime that serves: the setting, the installed versions, the measured times, and refusals."""
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from engine_builder.releases.publish import merge_drafts
+from engine_builder.stores.local import WritableLocalStore
+from model.engines.tensorrt.libraries import TENSORRT, TENSORRT_RTX, Library, TensorRTUnavailable
+from model.errors import EngineError, NoEngineForTarget
+from model.loading import runtimes
+from model.loading.runtimes import list_targets, request_milliseconds, runtime_cache_folder, sort_fastest_first
+from model.loading.select import check_plan_versions, check_refit
+from model.loading.target import Target
+from model.settings import read_settings
+from model.store.manifest import Benchmark, Blob, Bucket, EngineRecord, Manifest, Span, TensorRTPlan, WeightsRecord
+from model.store.manifest_json import parse_manifest
+from model.store.precision import FP8, FP16, FP32
+from tests.support import releases
+from tests.support.components import BASE_COMPONENTS
+from tests.support.fake_tensorrt import RTX_VERSION, VERSION, install_distribution
+from tests.support.repository import REPOSITORY
+
+with warnings.catch_warnings(action="ignore"):  # truss's dependencies warn about each other
+    from truss.base.truss_config import TrussConfig
+
+GPU = Target("cuda", "h200", "sm90", "torch2.13-cu130")
+A10G = Target("cuda", "a10g", "sm86", "torch2.13-cu130")
+CPU = Target("cpu", "x86_64_v3", "", "torch2.13")
+PLANS = "cuda-h200-sm90-trt11.4"
+"""The target of that GPU's plans."""
+BLOB = Blob(sha256="a" * 64, bytes=1)
+PLAN = TensorRTPlan(profile=0, literals=BLOB, onnx=BLOB, refit="any", workspace_bytes=1)
+
+
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Install:
+    """Install a version of a library, by default TensorRT; None: uninstall it."""
+    return lambda version, library=TENSORRT: install_distribution(monkeypatch, tmp_path, version, library)
+
+
+@pytest.fixture(autouse=True)
+def installed(install: Install) -> None:
+    """Install TensorRT alone."""
+    install(VERSION)
+    install(None, TENSORRT_RTX)
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    return releases.draft_release(WritableLocalStore(tmp_path_factory.mktemp("store")))
+
+
+def engines_for(draft: Manifest, target: str, milliseconds: float | None, **changed: Any) -> list[EngineRecord]:
+    """An engine of every component for `target`. Its benchmark has `milliseconds`."""
+    tag = target.rpartition("-")[2][:3]
+    runtime, version = {"trt": ("tensorrt", VERSION), "rtx": ("tensorrt-rtx", RTX_VERSION)}.get(
+        tag, ("aot_inductor", "2.13.0")
+    )
+    entries: dict[str, Any] = {
+        "target": target,
+        "key": f"{abs(hash(target)):064x}"[:64],
+        "runtime": runtime,
+        "runtime_version": version,
+        "tensorrt": PLAN if runtime != "aot_inductor" else None,
+        "benchmark": Benchmark(median=milliseconds, runs=20) if milliseconds else None,
+    }
+    return [engine.model_copy(update=entries | changed) for engine in draft.engines]
+
+
+def release_of(draft: Manifest, *engines: list[EngineRecord]) -> Manifest:
+    return draft.model_copy(update={"engines": tuple(engine for records in engines for engine in records)})
+
+
+def first_for_gpu(manifest: Manifest) -> Target:
+    """The first target that "fastest" tries on the GPU."""
+    return sort_fastest_first(manifest, list_targets("fastest", [GPU]), BASE_COMPONENTS)[0]
+
+
+# -- the setting --------------------------------------------------------------------------------------------------
+
+
+def test_targets_of_each_choice() -> None:
+    plans = ["cuda-h200-sm90-trt11.4", "cuda-sm90-trt11.4", "cuda-ampere_plus-trt11.4"]
+    assert [target.key for target in list_targets("aot_inductor", [GPU])] == [GPU.key]
+    assert [target.key for target in list_targets("tensorrt", [GPU])] == plans
+    assert [target.key for target in list_targets("fastest", [GPU])] == [*plans, GPU.key]
+    assert list_targets("fastest", [CPU]) == list_targets("aot_inductor", [CPU]) == [CPU]
+
+
+@pytest.mark.parametrize(
+    ("product", "capability", "ampere"),
+    [
+        ("l4", "sm89", True),
+        ("a10g", "sm86", True),
+        ("a100", "sm80", True),
+        ("h100", "sm90", True),
+        ("t4", "sm75", False),
+    ],
+)
+def test_each_gpu_of_a_config_has_its_own_plans(product: str, capability: str, ampere: bool) -> None:
+    keys = [target.key for target in list_targets("tensorrt", [Target("cuda", product, capability, "torch2.13-cu130")])]
+    assert keys[:2] == [f"cuda-{product}-{capability}-trt11.4", f"cuda-{capability}-trt11.4"]
+    assert (keys[2:] == ["cuda-ampere_plus-trt11.4"]) == ampere
+
+
+@pytest.mark.parametrize(
+    ("product", "capability"), [("a100", "sm80"), ("a10g", "sm86"), ("l4", "sm89"), ("t4", "sm75"), ("gb10", "sm121")]
+)
+def test_plans_of_rtx_are_those_of_the_capability(product: str, capability: str, install: Install) -> None:
+    """One plan serves all GPUs of a compute capability, because kernels are compiled on the GPU."""
+    install(RTX_VERSION, TENSORRT_RTX)
+    gpu = Target("cuda", product, capability, "torch2.13-cu130")
+    assert [target.key for target in list_targets("tensorrt-rtx", [gpu])] == [f"cuda-{capability}-rtx1.7"]
+    fastest = [target.key for target in list_targets("fastest", [gpu])]
+    assert fastest[-2:] == [f"cuda-{capability}-rtx1.7", gpu.key] and fastest[0].endswith("trt11.4")
+
+
+@pytest.mark.parametrize("library", [TENSORRT, TENSORRT_RTX], ids=lambda library: library.title)
+def test_refuses_plans_without_a_gpu(library: Library, install: Install) -> None:
+    install(RTX_VERSION, TENSORRT_RTX)
+    with pytest.raises(TensorRTUnavailable, match=f"^{library.title} needs an NVIDIA GPU, and this machine has none"):
+        list_targets(library.runtime, [CPU])
+
+
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [(None, "configured, and TensorRT is not installed"), ("10.3.0", "TensorRT 10.3.0 is not supported")],
+)
+def test_refuses_tensorrt_that_cannot_be_used(version: str | None, words: str, install: Install) -> None:
+    install(version)
+    with pytest.raises(TensorRTUnavailable, match=words):
+        list_targets("tensorrt", [GPU])
+    assert list_targets("fastest", [GPU]) == [GPU]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "version", "cuda", "words"),
+    [
+        (A10G, None, (13, 0), "runtime tensorrt-rtx is configured, and TensorRT-RTX is not installed here"),
+        (A10G, "1.6.0.1", (13, 0), "TensorRT-RTX 1.6.0.1 is not supported"),
+        (A10G, RTX_VERSION, (12, 8), "TensorRT-RTX needs a driver for CUDA 13.0 or later, .* supports CUDA 12.8"),
+        (GPU, RTX_VERSION, (13, 0), "TensorRT-RTX does not support the GPU h200 .compute capability 9.0."),
+    ],
+    ids=["missing", "version", "driver", "GPU"],
+)
+def test_refuses_rtx_that_cannot_be_used(
+    gpu: Target,
+    version: str | None,
+    cuda: tuple[int, int],
+    words: str,
+    install: Install,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install(version, TENSORRT_RTX)
+    monkeypatch.setattr(runtimes, "driver_cuda_version", lambda: cuda)
+    with pytest.raises(TensorRTUnavailable, match=words):
+        list_targets("tensorrt-rtx", [gpu])
+    assert not [target for target in list_targets("fastest", [gpu]) if "rtx" in target.key]
+
+
+def test_kept_kernels_are_of_this_gpu_driver_and_library(
+    install: Install, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    install(RTX_VERSION, TENSORRT_RTX)
+    monkeypatch.setattr(runtimes, "driver_cuda_version", lambda: (13, 0))
+    monkeypatch.setattr(runtimes, "driver_version", lambda: "580.159.04")
+    for choice in ("tensorrt-rtx", "fastest"):
+        caches = runtime_cache_folder(tmp_path, list_targets(choice, [A10G]))
+        assert caches is not None
+        caches.write("a" * 64, b"kernels")
+        name = f"{'a' * 64}-sm86-driver580.159.04-rtx{RTX_VERSION}"
+        assert [path.name for path in (tmp_path / "runtime-caches").iterdir()] == [name]
+    assert runtime_cache_folder(tmp_path, list_targets("tensorrt", [A10G])) is None
+    assert runtime_cache_folder(tmp_path, list_targets("fastest", [GPU])) is None, "TensorRT-RTX has no H200"
+
+
+@pytest.mark.parametrize("gpu", ["l4", "a10g", "a100", "h100", "h200"])
+def test_gpu_config_with_two_more_lines_serves_tensorrt(gpu: str) -> None:
+    """Truss and the model accept the lines of docs/tensorrt.md."""
+    text = (REPOSITORY / "docs" / "tensorrt.md").read_text()
+    requirement = next(line.strip("- ") for line in text.splitlines() if line.strip().startswith("- tensorrt-cu13=="))
+    config = TrussConfig.from_yaml(REPOSITORY / "truss" / "configs" / f"{gpu}.yaml")
+    entries = config.to_dict(verbose=True)
+    entries["requirements"] = [*entries["requirements"], requirement]
+    entries["model_metadata"]["preheat"]["runtime"] = "tensorrt"
+    changed = TrussConfig.from_dict(entries)
+    changed.validate_forbid_extra()
+    assert read_settings(changed.model_metadata["preheat"]).runtime == "tensorrt"
+    assert TENSORRT.version_tag(requirement.partition("==")[2]) == "trt11.4"
+
+
+# -- the measured times -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tensorrt", "inductor", "first"),
+    [(2.0, 3.0, "trt11.4"), (3.0, 2.0, "cu130"), (None, 2.0, "cu130"), (2.0, None, "trt11.4"), (None, None, "trt11.4")],
+)
+def test_faster_benchmark_comes_first(
+    draft: Manifest, tensorrt: float | None, inductor: float | None, first: str
+) -> None:
+    plans, inductors = engines_for(draft, PLANS, tensorrt), engines_for(draft, GPU.key, inductor)
+    assert first_for_gpu(release_of(draft, plans, inductors)).key.endswith(first)
+
+
+@pytest.mark.parametrize(("rtx", "first"), [(1.0, "rtx1.7"), (2.5, "trt11.4"), (9.0, "trt11.4"), (None, "trt11.4")])
+def test_compares_all_three_runtimes(draft: Manifest, rtx: float | None, first: str, install: Install) -> None:
+    """Plans of TensorRT-RTX have no benchmark if they were built without their GPU."""
+    install(RTX_VERSION, TENSORRT_RTX)
+    engines = [
+        engines_for(draft, target, time)
+        for target, time in (("cuda-sm86-trt11.4", 2.0), ("cuda-sm86-rtx1.7", rtx), (A10G.key, 3.0))
+    ]
+    release = release_of(draft, *engines)
+    ordered = sort_fastest_first(release, list_targets("fastest", [A10G]), BASE_COMPONENTS)
+    assert ordered[0].key.endswith(first)
+    assert [target.key for target in ordered[:3]].count(A10G.key) == 1
+
+
+def test_target_without_all_components_is_not_first(draft: Manifest) -> None:
+    incomplete = engines_for(draft, PLANS, 0.1)[:3]
+    assert first_for_gpu(release_of(draft, incomplete, engines_for(draft, GPU.key, 9.0))) == GPU
+
+
+def test_plans_of_another_tensorrt_are_not_first(draft: Manifest) -> None:
+    other = engines_for(draft, PLANS, 0.1, runtime_version="11.4.0.107")
+    assert first_for_gpu(release_of(draft, other, engines_for(draft, GPU.key, 9.0))) == GPU
+
+
+def test_plans_of_another_tensorrt_do_not_hide_usable_ones(draft: Manifest) -> None:
+    """The plans of this GPU have another patch version than those of its compute capability."""
+    own = engines_for(draft, PLANS, 1.0, runtime_version="11.4.0.107")
+    general = engines_for(draft, "cuda-sm90-trt11.4", 2.0)
+    targets = list_targets("tensorrt", [GPU])
+    ordered = sort_fastest_first(release_of(draft, own, general), targets, BASE_COMPONENTS)
+    assert ordered == [targets[1], targets[0], targets[2]]
+    assert sort_fastest_first(release_of(draft, own), targets, BASE_COMPONENTS) == targets  # to be refused by name
+
+
+def test_compares_the_precision_that_is_served(draft: Manifest) -> None:
+    """If a target has fp16 and fp32 engines, those of fp16 are served. The order of their builds does not matter."""
+    fp16 = engines_for(draft, GPU.key, 2.0, precision=FP16)
+    fp32 = engines_for(draft, GPU.key, 9.0, precision=FP32)
+    plans = engines_for(draft, PLANS, 5.0, precision=FP16)
+    for both in ((fp16, fp32), (fp32, fp16)):
+        assert first_for_gpu(release_of(draft, *both, plans)) == GPU
+
+
+def test_target_without_the_configured_precision_is_not_first(draft: Manifest) -> None:
+    fp8 = [replace_precision(engine) for engine in engines_for(draft, GPU.key, 2.0, precision=FP16)]
+    release = release_of(draft, engines_for(draft, PLANS, 1.0, precision=FP16), fp8)
+    assert first_for_gpu(release).key == PLANS
+    assert sort_fastest_first(release, list_targets("fastest", [GPU]), BASE_COMPONENTS, precision=FP8)[0] == GPU
+
+
+def replace_precision(engine: EngineRecord) -> EngineRecord:
+    """Return a UNet's engine in FP8, and others unchanged."""
+    return engine.model_copy(update={"precision": FP8}) if engine.component == "unet" else engine
+
+
+def test_unusable_fp16_plans_do_not_make_fp32_plans_first(draft: Manifest) -> None:
+    """The plans of fp32 are not served, because those of fp16 exist. The latter have another patch version."""
+    fp16_plans = engines_for(draft, PLANS, 1.0, precision=FP16, runtime_version="11.4.0.107")
+    fp32_plans = engines_for(draft, PLANS, 1.0, precision=FP32)
+    inductors = engines_for(draft, GPU.key, 2.0, precision=FP16)
+    assert first_for_gpu(release_of(draft, fp16_plans, fp32_plans, inductors)) == GPU
+
+
+def test_targets_of_one_runtime_keep_their_order(draft: Manifest) -> None:
+    """The engines of a lower level may have been measured on a faster machine."""
+    levels = [CPU, Target("cpu", "x86_64_v2", "", "torch2.13")]
+    slow, fast = (engines_for(draft, level.key, time) for level, time in zip(levels, (9.0, 1.0), strict=True))
+    assert sort_fastest_first(release_of(draft, slow, fast), levels, BASE_COMPONENTS) == levels
+
+
+def measured(engine: EngineRecord, component: str, batch: int, milliseconds: float) -> EngineRecord:
+    """The engine as one of that component and batch, with that benchmark."""
+    bucket = Bucket(batch=Span(min=batch, max=batch), height=Span(min=64, max=64), width=Span(min=64, max=64))
+    changes = {"component": component, "bucket": bucket, "benchmark": Benchmark(median=milliseconds, runs=1)}
+    return engine.model_copy(update=changes)
+
+
+MILLISECONDS = {  # component -> batch -> benchmark
+    "text_encoder": {1: 1.0, 2: 2.0},
+    "text_encoder_2": {2: 4.0},
+    "unet_text": {1: 9.0, 2: 8.0},
+    "unet_time": {32: 0.5},
+    "unet": {2: 100.0, 8: 1.0},
+    "vae_encoder": {1: 70.0},  # not part of text to image
+    "vae_decoder": {1: 50.0, 4: 5.0},
+}
+OTHER_COMPONENTS = 2.0 + 4.0 + 8.0 + 0.5 + 50.0
+
+
+def test_request_takes_thirty_guided_steps_and_one_decoding(draft: Manifest) -> None:
+    engines = [
+        measured(engine, engine.component, batch, milliseconds)
+        for engine in draft.engines
+        for batch, milliseconds in MILLISECONDS[engine.component].items()
+    ]
+    assert request_milliseconds(draft, engines, BASE_COMPONENTS) == OTHER_COMPONENTS + 30 * 100.0
+    with_refiner = (*BASE_COMPONENTS, "refiner_unet")
+    assert request_milliseconds(draft, engines, with_refiner) == OTHER_COMPONENTS + 30 * 100.0
+    unguided = [engine for engine in engines if engine.component != "unet"]
+    unguided += [measured(unguided[0], "unet", 1, 1.0)]
+    assert request_milliseconds(draft, unguided, BASE_COMPONENTS) == OTHER_COMPONENTS + 30 * 2 * 1.0
+    without_unets = [engine for engine in unguided if engine.component != "unet"]
+    assert request_milliseconds(draft, without_unets, BASE_COMPONENTS) is None
+
+
+@pytest.mark.parametrize(
+    ("of_unets", "step"),
+    [
+        ({("unet_guided", 2): 90.0, ("unet", 2): 80.0}, 90.0),  # the loop runs the variant where it has the batch
+        ({("unet_guided", 4): 90.0, ("unet", 2): 100.0}, 100.0),
+        ({("unet_guided", 2): 90.0, ("unet", 1): 45.0, ("unet_unconditional", 1): 40.0}, 90.0),
+    ],
+)
+def test_step_is_one_call_of_the_smallest_batch(
+    draft: Manifest, of_unets: dict[tuple[str, int], float], step: float
+) -> None:
+    engines = [
+        measured(engine, engine.component, batch, milliseconds)
+        for engine in draft.engines
+        for batch, milliseconds in MILLISECONDS[engine.component].items()
+        if engine.component != "unet"
+    ]
+    engines += [measured(engines[0], name, batch, time) for (name, batch), time in of_unets.items()]
+    assert request_milliseconds(draft, engines, BASE_COMPONENTS) == OTHER_COMPONENTS + 30 * step
+
+
+# -- refusals -----------------------------------------------------------------------------------------------------
+
+
+def test_refuses_plans_of_another_tensorrt_by_version(draft: Manifest) -> None:
+    plans = engines_for(draft, PLANS, 1.0)
+    check_plan_versions(draft, plans)
+    with pytest.raises(
+        NoEngineForTarget, match=f"plans of TensorRT {VERSION}, and this machine has 11.4.1.2"
+    ) as caught:
+        check_plan_versions(draft, plans, {"tensorrt": "11.4.1.2"})
+    assert f"Install {VERSION}" in str(caught.value) and "preheat build --runtime tensorrt`" in str(caught.value)
+    check_plan_versions(draft, engines_for(draft, GPU.key, 1.0), {"tensorrt": "11.4.1.2"})
+
+
+def test_versions_belong_to_their_library(draft: Manifest) -> None:
+    plans = engines_for(draft, "cuda-sm86-rtx1.7", None)
+    check_plan_versions(draft, plans, {"tensorrt-rtx": RTX_VERSION})
+    with pytest.raises(
+        NoEngineForTarget, match=f"plans of TensorRT-RTX {RTX_VERSION}, and this machine has none"
+    ) as caught:
+        check_plan_versions(draft, plans, {"tensorrt": RTX_VERSION, "tensorrt-rtx": None})
+    assert "`preheat build --runtime tensorrt-rtx --gpu GPU`" in str(caught.value)
+    with pytest.raises(NoEngineForTarget, match="this machine has none"):
+        check_plan_versions(draft, plans)  # it is not installed
+
+
+def test_identical_refit_takes_its_own_weights_only(draft: Manifest) -> None:
+    own, other = (
+        WeightsRecord(component="unet", precision=FP16, layout="plain", blobs=(Blob(sha256=c * 64, bytes=1),))
+        for c in "bc"
+    )
+    identical = PLAN.model_copy(update={"refit": "identical", "weights": own.identity})
+    bound, free = (
+        draft.engines[0].model_copy(update={"tensorrt": plan, "runtime": "tensorrt"}) for plan in (identical, PLAN)
+    )
+    check_refit(bound, own)
+    check_refit(free, other)
+    check_refit(draft.engines[0], other)
+    with pytest.raises(
+        EngineError, match="takes only the weights it was built with, and the release has others.*--refit any"
+    ):
+        check_refit(bound, other)
+    holder = bound.model_copy(
+        update={"tensorrt": identical.model_copy(update={"refit": "none"}), "runtime": "tensorrt-rtx"}
+    )
+    check_refit(holder, own)
+    with pytest.raises(
+        EngineError,
+        match="holds the weights it was built with, and the release has others.*--runtime tensorrt-rtx --gpu GPU`",
+    ):
+        check_refit(holder, other)
+
+
+# -- in a manifest ------------------------------------------------------------------------------------------------
+
+
+def test_manifest_keeps_tensorrt_and_benchmarks(draft: Manifest) -> None:
+    both = release_of(draft, engines_for(draft, PLANS, 2.0), engines_for(draft, GPU.key, None))
+    assert parse_manifest(both.to_json(), both.name) == both
+    assert BLOB.sha256 in both.blobs()
+
+
+def test_manifest_without_tensorrt_has_no_new_entries(draft: Manifest) -> None:
+    """An older version refuses entries that it does not know."""
+    assert b"tensorrt" not in draft.to_json() and b"benchmark" not in draft.to_json()
+
+
+def test_manifest_keeps_plans_that_have_not_run(draft: Manifest) -> None:
+    """Older versions know no plan without measured entries. Entries of other engines stay as they were."""
+    plan = PLAN.model_copy(update={"refit": "none", "weights": ("a" * 64,), "workspace_bytes": None})
+    rtx = engines_for(draft, "cuda-sm86-rtx1.7", None, accuracy=None, tensorrt=plan)
+    both = release_of(draft, rtx, engines_for(draft, PLANS, 2.0))
+    assert parse_manifest(both.to_json(), both.name) == both
+    assert all(engine.holds_weights == (engine.runtime == "tensorrt-rtx") for engine in both.engines)
+    written = {entry["runtime"]: "accuracy" in entry for entry in json.loads(both.to_json())["engines"]}
+    assert written == {"tensorrt-rtx": False, "tensorrt": True}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"refit": "identical"},
+        {"refit": "any", "weights": ("a" * 64,)},
+        {"refit": "none"},
+        {"refit": "some", "weights": ("a" * 64,)},
+        {"profile": -1},
+        {"literals": {"sha256": "a" * 64, "bytes": 2**40}},
+        {"unknown": 1},
+    ],
+    ids=lambda changes: ",".join(changes),
+)
+def test_refuses_an_inconsistent_plan(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        TensorRTPlan.model_validate(PLAN.model_dump() | changes)
+
+
+def test_refuses_a_plan_of_another_runtime(draft: Manifest) -> None:
+    entries = draft.engines[0].model_dump() | {"tensorrt": PLAN.model_dump()}
+    with pytest.raises(ValidationError, match="only an engine of TensorRT or TensorRT-RTX has a plan"):
+        EngineRecord.model_validate(entries)
+
+
+@pytest.mark.parametrize("runtime", ["aot_inductor", "tensorrt"])
+def test_refuses_an_engine_that_was_not_compared(draft: Manifest, runtime: str) -> None:
+    """TensorRT builds on the GPU that runs the plan, so its plans are always checked."""
+    target = GPU.key if runtime == "aot_inductor" else PLANS
+    [engine, *_] = engines_for(draft, target, None)
+    assert EngineRecord.model_validate(engine.model_dump()) == engine
+    with pytest.raises(ValidationError, match="the engine was not compared with eager PyTorch"):
+        EngineRecord.model_validate(engine.model_dump() | {"accuracy": None})
+
+
+def test_blobs_of_a_manifest_include_those_of_plans(draft: Manifest, tmp_path: Path) -> None:
+    """Copying, verifying and garbage collection use `Manifest.blobs`."""
+    store = WritableLocalStore(tmp_path / "store")
+    onnx, literals = (Blob(sha256=store.put_bytes(data), bytes=len(data)) for data in (b"onnx", b"literals"))
+    plan = PLAN.model_copy(update={"onnx": onnx, "literals": literals})
+    manifest = release_of(draft, engines_for(draft, PLANS, 2.0, tensorrt=plan))
+    assert {onnx.sha256, literals.sha256} <= manifest.blobs().keys()
+
+
+HOLDER = PLAN.model_copy(update={"refit": "none", "weights": ("a" * 64,)})
+
+
+@pytest.mark.parametrize(
+    ("target", "changed", "schema"),
+    [
+        (GPU.key, {}, 1),
+        (PLANS, {}, 1),
+        (PLANS, {"tensorrt": HOLDER}, 2),
+        ("cuda-sm86-rtx1.7", {}, 2),
+        ("cuda-sm86-rtx1.7", {"tensorrt": HOLDER, "accuracy": None}, 2),
+        (PLANS, {"tensorrt": PLAN.model_copy(update={"workspace_bytes": None})}, 2),
+    ],
+    ids=["aot", "stripped plan", "plan with weights", "RTX", "RTX, not run", "unknown workspace"],
+)
+def test_release_states_the_oldest_schema(draft: Manifest, target: str, changed: dict[str, Any], schema: int) -> None:
+    """An older server refuses a newer schema by its number, and reads all others as before."""
+    engines = engines_for(draft, target, None, **changed)
+    merged = merge_drafts([release_of(draft, engines_for(draft, GPU.key, None), engines)])
+    assert merged.schema_version == schema
+    assert parse_manifest(merged.to_json(), merged.name) == merged
+
+
+def test_schema_is_that_of_all_drafts(draft: Manifest) -> None:
+    """The newest draft alone does not decide."""
+    rtx = release_of(draft, engines_for(draft, "cuda-sm86-rtx1.7", None))
+    both = merge_drafts([draft, merge_drafts([rtx])])
+    assert both.schema_version == 2
+    assert merge_drafts([both.model_copy(update={"engines": draft.engines})]).schema_version == 1
+
+
+def test_reads_new_entries_that_state_schema_1(draft: Manifest) -> None:
+    """Releases with such entries were written before schema 2 existed."""
+    rtx = release_of(draft, engines_for(draft, "cuda-sm86-rtx1.7", None))
+    data = rtx.to_json()
+    assert b'"schema_version": 1' in data and parse_manifest(data, rtx.name).to_json() == data

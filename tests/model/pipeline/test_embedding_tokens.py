@@ -1,0 +1,266 @@
+"""Tokens of textual inversion in prompts: how they are found, and that chunks never divide an embedding."""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from engine_builder.checkpoints.tokenizers import export_tokenizer
+from model.errors import MissingComponent
+from model.pipeline.tokenizer import ClipTokenizer
+from model.pipeline.weighted_prompt import Chunks, plain_chunks, weighted_chunks
+from model.validation import MAX_EMBEDDING_ROWS
+from tests.support.repository import MODEL_FOLDER
+
+FIRST = 960  # the tiny model's vocabulary has the ids below
+EMBEDDINGS = {
+    "easynegative": (960, 961),
+    "easynegativev2": (962, 963, 964),
+    "<E>": (970, 971, 972),
+    "caf\u00e9-style": (980,),
+    "cat": (985, 986),
+    "cat_1": (987,),
+    "\u732b": (988,),
+    "[sky]": (989, 990),
+}
+
+
+@pytest.fixture(scope="module", params=["tokenizer", "tokenizer_2"])
+def plain(request: pytest.FixtureRequest) -> ClipTokenizer:
+    """One of SDXL's tokenizers. They differ in padding."""
+    return ClipTokenizer(*export_tokenizer(MODEL_FOLDER / request.param))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(plain: ClipTokenizer) -> ClipTokenizer:
+    return plain.with_embeddings(EMBEDDINGS)
+
+
+def with_tokens_in_file(name: str, vectors: Mapping[str, int]) -> ClipTokenizer:
+    """Return a tokenizer as older releases have it: "token", "token_1", "token_2" are tokens of tokenizer.json."""
+    data, settings = export_tokenizer(MODEL_FOLDER / name)
+    tokenizer = Tokenizer.from_buffer(data)
+    for token, count in vectors.items():
+        names = [f"{token}_{number}" if number else token for number in range(count)]
+        tokenizer.add_tokens([AddedToken(name, normalized=True, special=False) for name in names])
+    return ClipTokenizer(tokenizer.to_str().encode(), settings)
+
+
+def ids_of(tokenizer: ClipTokenizer, text: str) -> list[int]:
+    return [id for piece in tokenizer.pieces(text) for id in piece.ids]
+
+
+def rows_of(tokenizer: ClipTokenizer, text: str) -> list[int]:
+    """Return the ids that are no token of the vocabulary."""
+    return [id for id in ids_of(tokenizer, text) if id >= FIRST]
+
+
+FOUND: dict[str, tuple[str, Sequence[str]]] = {
+    "as added": ("a photo easynegative circle", ["easynegative"]),
+    "upper case": ("EASYNEGATIVE", ["easynegative"]),
+    "mixed case": ("EasyNegative <e> <E>", ["easynegative", "<E>", "<E>"]),
+    "longer last": ("easynegative, easynegativev2", ["easynegative", "easynegativev2"]),
+    "longer first": ("easynegativev2, easynegative", ["easynegativev2", "easynegative"]),
+    "longer in capitals": ("EasyNegativeV2", ["easynegativev2"]),
+    "decomposed accent": ("cafe\u0301-style", ["caf\u00e9-style"]),
+    "without spaces": ("a<e>b<e>", ["<E>", "<E>"]),
+    "within a word": ("concatenate", ["cat"]),
+    "further number": ("easynegative_1", ["easynegative"]),
+    "token like a further vector": ("cat_1 cat", ["cat_1", "cat"]),
+    "several lines": ("a\n<e>\ta", ["<E>"]),
+    "no embedding": ("easy negative, < e >, ca t", []),
+}
+
+
+@pytest.mark.parametrize("case", FOUND)
+def test_finds_whole_tokens_as_the_tokenizer_reads(case: str, tokenizer: ClipTokenizer) -> None:
+    text, tokens = FOUND[case]
+    assert rows_of(tokenizer, text) == [id for token in tokens for id in EMBEDDINGS[token]]
+
+
+@pytest.mark.parametrize("case", FOUND)
+def test_order_of_embeddings_has_no_effect(case: str, tokenizer: ClipTokenizer) -> None:
+    reverse = tokenizer.with_embeddings(dict(reversed(EMBEDDINGS.items())))
+    assert ids_of(reverse, FOUND[case][0]) == ids_of(tokenizer, FOUND[case][0])
+
+
+def test_other_text_keeps_its_ids(plain: ClipTokenizer, tokenizer: ClipTokenizer) -> None:
+    text = "a large red circle, 4K! caf\u00e9 \u6f22"
+    assert ids_of(tokenizer, text) == ids_of(plain, text)
+    around = ids_of(plain, "red") + [*EMBEDDINGS["<E>"]] + ids_of(plain, "blue")
+    assert ids_of(tokenizer, "red <e> blue") == around
+
+
+def test_embeddings_can_be_replaced(tokenizer: ClipTokenizer) -> None:
+    other = tokenizer.with_embeddings({"<new>": (990,)})
+    assert rows_of(other, "<new> easynegative") == [990]
+    assert rows_of(tokenizer, "<new> easynegative") == [960, 961]
+    assert rows_of(other.with_embeddings({}), "<new>") == []
+
+
+@pytest.mark.parametrize("token", ["EasyNegative", "EASYNEGATIVE", "cafe\u0301-style", "<|endoftext|>", "A</w>"])
+def test_refuses_tokens_that_are_known(token: str, tokenizer: ClipTokenizer) -> None:
+    assert tokenizer.equal_token(token) is not None
+    with pytest.raises(MissingComponent, match="The embedding's token .* is the tokenizer's"):
+        tokenizer.with_embeddings(EMBEDDINGS | {token: (999,)})
+
+
+def test_as_many_embeddings_as_rows(plain: ClipTokenizer) -> None:
+    many = plain.with_embeddings({f"<E{number}>": (FIRST + number,) for number in range(MAX_EMBEDDING_ROWS)})
+    assert rows_of(many, "<e4095><E0> <e409>5 <E40>") == [FIRST + number for number in (4095, 0, 409, 40)]
+    assert many.largest_id == FIRST + MAX_EMBEDDING_ROWS - 1 and plain.largest_id == FIRST - 1
+
+
+IN_FILE = {"EasyNegative": 3, "lowname": 3, "easynegativev2": 2, "<cat>": 3, "<ink>": 1}
+OLD: dict[str, tuple[str, list[int]]] = {
+    "capitals": ("a EasyNegative", [960, 961, 962]),
+    "in lower case": ("a easynegative", [960, 961, 962]),
+    "other case": ("LowName", [963, 964, 965]),
+    "longer token": ("easynegativev2 easynegative", [966, 967, 960, 961, 962]),
+    "brackets": ("a <CAT>, <ink><cat>", [968, 969, 970, 971, 968, 969, 970]),
+    "one vector by its name": ("<cat>_1", [969]),
+}
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "tokenizer_2"])
+@pytest.mark.parametrize("case", OLD)
+def test_reads_embeddings_of_older_releases(case: str, name: str) -> None:
+    text, ids = OLD[case]
+    assert rows_of(with_tokens_in_file(name, IN_FILE), text) == ids
+
+
+def test_older_and_newer_embeddings_do_not_collide() -> None:
+    """Names of vectors exist only in older files. A new token may look like one."""
+    old = with_tokens_in_file("tokenizer", {"cat": 1, "dog_1": 1})
+    both = old.with_embeddings({"cat_1": (970,), "dog": (971, 972)})
+    assert rows_of(both, "cat dog_1 cat_1 dog") == [960, 961, 970, 971, 972]
+    assert old.equal_token("DOG_1") == "dog_1" and old.equal_token("dog") is None
+
+
+# -- chunks -----------------------------------------------------------------------------------------------------------
+
+
+def content(chunks: Chunks, tokenizer: ClipTokenizer) -> list[list[int]]:
+    """Return the ids of each chunk before its end token and padding. The rest must be as of an empty text."""
+    settings, found = tokenizer.settings, []
+    for ids in chunks.ids:
+        end = ids.index(settings.eos_token_id)
+        assert len(ids) == 77 and ids[0] == settings.bos_token_id
+        assert ids[end + 1 :] == [settings.pad_token_id] * (76 - end)
+        found.append(ids[1:end])
+    return found
+
+
+# Words before an embedding of three vectors and a word -> the number of tokens in each chunk.
+DIVIDED = {70: [74], 71: [75], 72: [75, 1], 73: [73, 4], 74: [74, 4], 75: [75, 4], 146: [75, 75], 148: [75, 73, 4, 0]}
+
+
+@pytest.mark.parametrize(("before", "lengths"), DIVIDED.items())
+def test_an_embedding_moves_to_the_next_chunk(before: int, lengths: list[int], tokenizer: ClipTokenizer) -> None:
+    chunks = weighted_chunks(tokenizer, "red " * before + "<e> blue", 4, "prompt")
+    parts = content(chunks, tokenizer)
+    red, blue, rows = ids_of(tokenizer, "red"), ids_of(tokenizer, "blue"), [*EMBEDDINGS["<E>"]]
+    assert [len(part) for part in parts] == lengths and sum(parts, []) == red * before + rows + blue
+    assert not chunks.dropped and not chunks.uncut
+
+
+def test_a_moved_embedding_keeps_its_weight(tokenizer: ClipTokenizer) -> None:
+    chunks = weighted_chunks(tokenizer, "red " * 74 + "(<e>:1.5)", 4, "prompt")
+    assert chunks.weights is not None
+    assert chunks.weights[0] == [1.0] * 77
+    assert chunks.weights[1] == [1.0, 1.5, 1.5, 1.5, *[1.0] * 73]
+
+
+def test_two_embeddings_fill_a_chunk_between_them(tokenizer: ClipTokenizer) -> None:
+    parts = content(weighted_chunks(tokenizer, "<e> " * 26, 4, "prompt"), tokenizer)
+    assert [len(part) for part in parts] == [75, 3]
+    parts = content(weighted_chunks(tokenizer, "red " + "<e> " * 50, 4, "prompt"), tokenizer)
+    assert [len(part) for part in parts] == [73, 75, 3, 0]
+
+
+CUT: dict[str, tuple[str, int, str, str, int]] = {
+    "fits": ("red " * 72 + "<e>", 75, "", "", 0),
+    "one vector too many": ("red " * 73 + "<E>", 73, "<E>", "<E>", 3),
+    "one vector would fit": ("red " * 74 + "<e>, red", 74, "<e>", "<e>, red", 5),
+    "nothing would fit": ("red " * 75 + "<e> red", 75, "", "<e> red", 4),
+    "text was dropped before": ("red " * 76 + "<e>", 75, "", "red <e>", 4),
+}
+
+
+@pytest.mark.parametrize("case", CUT)
+def test_truncation_leaves_an_embedding_out_whole(case: str, tokenizer: ClipTokenizer) -> None:
+    text, kept, uncut, dropped, dropped_tokens = CUT[case]
+    for chunks in (plain_chunks(tokenizer, text), weighted_chunks(tokenizer, text, 1, "prompt")):
+        [part] = content(chunks, tokenizer)
+        assert len(part) == kept and part == ids_of(tokenizer, text)[:kept]
+        assert (chunks.uncut, chunks.dropped, chunks.dropped_tokens) == (uncut, dropped, dropped_tokens)
+
+
+def test_what_follows_a_dropped_embedding_is_dropped(tokenizer: ClipTokenizer) -> None:
+    chunks = weighted_chunks(tokenizer, "red " * 74 + "(<e>:1.2) red", 1, "prompt")
+    assert [len(part) for part in content(chunks, tokenizer)] == [74]
+    assert (chunks.uncut, chunks.dropped, chunks.dropped_tokens) == ("<e>", "<e> red", 4)
+
+
+# The vectors of an embedding, the most chunks -> the tokens in each chunk, and the number of dropped ones.
+LARGE: dict[tuple[int, int], tuple[list[int], int]] = {
+    (75, 4): ([1, 75, 1, 0], 0),
+    (76, 4): ([75, 3], 0),
+    (80, 4): ([75, 7], 0),
+    (80, 1): ([75], 7),
+    (400, 4): ([75] * 4, 102),
+}
+
+
+@pytest.mark.parametrize(("vectors", "most"), LARGE)
+def test_divides_only_embeddings_larger_than_a_chunk(vectors: int, most: int) -> None:
+    """They exist in older releases."""
+    old, (lengths, dropped) = with_tokens_in_file("tokenizer", {"<big>": vectors}), LARGE[vectors, most]
+    chunks = weighted_chunks(old, "red <big> blue", most, "prompt")
+    parts = content(chunks, old)
+    assert [len(part) for part in parts] == lengths
+    assert sum(parts, []) == ids_of(old, "red <big> blue")[: sum(lengths)]
+    assert (chunks.dropped_tokens, chunks.dropped, chunks.uncut) == (dropped, "<big> blue" if dropped else "", "")
+    if most == 1:
+        assert plain_chunks(old, "red <big> blue") == chunks
+
+
+WORDS = {
+    "easynegativev3 a": (("easynegative", "easynegativev3"),),
+    "my concatenate, CATS": (("cat", "concatenate"), ("CAT", "CATS")),
+    "easynegative2, cat's <e>s (cat) cat-cat 3cat_x": (),
+    "(cats:1.2)": (("cat", "cats"),),
+    "Cat\u00e9s \u044fcat": (("Cat", "Cat\u00e9s"), ("cat", "\u044fcat")),
+    "\u767dcat\u304c, \u767d\u732b\u304c\u597d\u304d, \u732bcat, \u5b50\u732b": (),
+}
+
+
+@pytest.mark.parametrize("text", WORDS)
+def test_names_words_with_an_embedding_inside(text: str, tokenizer: ClipTokenizer) -> None:
+    assert weighted_chunks(tokenizer, text, 1, "prompt").inside == WORDS[text]
+
+
+def test_names_the_texts_of_all_embeddings(tokenizer: ClipTokenizer) -> None:
+    text = r"[sky] \[Sky\] a <e>, <E> " + "red " * 75 + "(cat:1.2) <e>"
+    assert plain_chunks(tokenizer, text).embeddings == ("[sky]", "<e>", "<E>", "cat")
+    assert weighted_chunks(tokenizer, text, 1, "prompt").embeddings == ("[Sky]", "<e>", "<E>", "cat")
+
+
+def test_both_tokenizers_of_a_model_divide_alike() -> None:
+    """The chunks of both text encoders are used side by side."""
+    pair = [
+        ClipTokenizer(*export_tokenizer(MODEL_FOLDER / name)).with_embeddings(EMBEDDINGS)
+        for name in ("tokenizer", "tokenizer_2")
+    ]
+    text = "red " * 70 + "easynegativev2 <e> cat " * 40
+    first, second = (content(weighted_chunks(tokenizer, text, 4, "prompt"), tokenizer) for tokenizer in pair)
+    assert first == second and len(first) == 4
+
+
+def test_settings_of_another_length_are_used() -> None:
+    data, settings = export_tokenizer(MODEL_FOLDER / "tokenizer")
+    short = ClipTokenizer(data, dataclasses.replace(settings, max_length=8), {"<e>": (960, 961, 962)})
+    assert json.loads(data)["truncation"] is None
+    assert plain_chunks(short, "red red red red <e>").uncut == "<e>"

@@ -1,0 +1,337 @@
+"""Stable Diffusion 1.5 and 2.1: their images are those of diffusers, and folders that mix models are refused."""
+
+import json
+import logging
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from engine_builder.adapters.add import add_adapter
+from engine_builder.backends.aot_inductor.compile import dynamic_bucket, engine_key
+from engine_builder.backends.onnx.export import export_graph
+from engine_builder.backends.onnx.graph_store import validate_graph
+from engine_builder.building.build import build
+from engine_builder.building.build_plan import BuildPlan
+from engine_builder.building.eager_model import load_eager_model
+from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
+from engine_builder.checkpoints.release_settings import read_model_facts, read_noise_schedules, read_release_defaults
+from engine_builder.commands.main import app
+from engine_builder.networks.check import check_model
+from engine_builder.networks.network import load_network
+from engine_builder.stores.store import open_writable_store
+from model.api.request import GenerationRequest
+from model.api.resolve import resolve
+from model.cold_start import ColdStart
+from model.denoising.sampler_names import SAMPLERS
+from model.errors import EngineError, RequestRefused
+from model.images.postprocess import feather
+from model.loading.adapters import ServedAdapters
+from model.loading.interfaces import check_interfaces
+from model.loading.load import Loaded, load_release
+from model.loading.target import Target, detect_targets
+from model.pipeline import spec
+from model.pipeline.loaded_model import LoadedModel
+from model.pipeline.params import GenerationParams, Mask
+from model.pipeline.text_to_image import generate
+from model.store.precision import FP16, FP32
+from tests.engine_builder.helpers import edit_json
+from tests.support import toy_sd
+from tests.support.adapters import LINEARS, Style, copy_store, module_shapes, random_deltas, write_adapter
+from tests.support.images import largest_difference
+from tests.support.reference import Reference
+from tests.support.repository import MODEL_FOLDER
+from tests.support.uncompiled import publish_uncompiled
+
+TOLERANCE = 2  # of 255: float32 rounding, in another order
+CASES = 9
+VERSIONS: tuple[toy_sd.Version, ...] = ("1.5", "2.1")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet_diffusers() -> Iterator[None]:
+    """diffusers logs a line for each scheduler setting that another sampler does not have."""
+    logger = logging.getLogger("diffusers")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    yield
+    logger.setLevel(before)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The toy of each version."""
+    root = tmp_path_factory.mktemp("sd")
+    return {version: toy_sd.write(root / version, MODEL_FOLDER / "tokenizer", version) for version in VERSIONS}
+
+
+@pytest.fixture(scope="module")
+def store_folder(folders: dict[str, Path], target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with the toy of 1.5, published as toy-sd/1."""
+    folder = tmp_path_factory.mktemp("sd-store") / "store"
+    plan = BuildPlan("toy-sd", Checkpoint(folders["1.5"]), None, target, FP32)
+    publish_uncompiled(plan, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def toy(store_folder: Path) -> Loaded:
+    """The toy of 1.5, built, published and loaded."""
+    return load_release(open_writable_store(store_folder), "toy-sd/1", detect_targets(), [], ColdStart())
+
+
+@pytest.fixture(scope="module")
+def models(toy: Loaded, folders: dict[str, Path]) -> dict[str, LoadedModel]:
+    """1.5 with its engines, and 2.1 with the same networks as a build compiles, in eager PyTorch."""
+    _, eager = load_eager_model(Checkpoint(folders["2.1"]), None, FP32, "cpu")
+    return {"1.5": toy.model, "2.1": eager}
+
+
+def params_of(toy: Loaded, **fields: object) -> GenerationParams:
+    """Return the parameters of a request with these fields."""
+    request = {"prompt": "a large red circle on a blue background", "seed": 7, "width": 128, "height": 128} | fields
+    return resolve(GenerationRequest.model_validate(request), toy.served)
+
+
+def random_settings(seed: int) -> list[dict[str, Any]]:
+    """Return the settings of nine requests, with every sampler."""
+    generator = random.Random(seed)
+    return [
+        {
+            "scheduler": sampler,
+            # LCM adds new noise at every step, and guidance amplifies the rounding of a model not distilled for it.
+            "guidance_scale": generator.choice((1.0, 2.0) if sampler == "LCM" else (1.0, 3.0, 7.5)),
+            "num_inference_steps": generator.randint(2, 20),
+            "negative_prompt": generator.choice((None, "", "a green triangle")),
+            "width": generator.choice((64, 128, 192)),
+            "height": generator.choice((64, 128, 192)),
+            "seed": generator.randrange(2**32),
+            "end_cfg_frac": generator.choice((1.0, 0.5)),
+            "guidance_rescale": generator.choice((0.0, 0.7)),
+            "clip_skip": generator.choice((0, 1)),
+        }
+        for sampler in (*generator.sample(SAMPLERS, len(SAMPLERS)), generator.choice(SAMPLERS))
+    ]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_image_is_that_of_diffusers(
+    version: str, toy: Loaded, models: dict[str, LoadedModel], folders: dict[str, Path]
+) -> None:
+    reference = Reference(folders[version])
+    settings = random_settings(seed=VERSIONS.index(version))
+    assert len(settings) == CASES
+    for fields in settings:
+        params = params_of(toy, **fields)
+        [image], _, _ = generate(models[version], [params])
+        assert largest_difference(image, reference.generate(params)) <= TOLERANCE, fields
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_images_from_an_image_are_those_of_diffusers(
+    version: str, toy: Loaded, models: dict[str, LoadedModel], folders: dict[str, Path]
+) -> None:
+    reference = Reference(folders[version])
+    photo = np.random.default_rng(0).integers(0, 256, (128, 128, 3), dtype=np.uint8)
+    levels = np.zeros((128, 128), np.uint8)
+    levels[24:90, 40:110] = 255
+    plain = params_of(toy, num_inference_steps=10, negative_prompt="a green triangle")
+    for sampler in ("Euler", "Euler a", "DDIM", "DPM++ 2M"):
+        params = replace(plain, scheduler=sampler, image=photo, strength=0.6)
+        masked = replace(params, masks=(Mask(levels, plain.prompt, None, 0.8),))
+        for one in (params, masked, replace(masked, masks=(replace(masked.masks[0], strength=1.0),))):
+            [image], _, _ = generate(models[version], [one])
+            assert largest_difference(image, reference.generate(one)) <= TOLERANCE, (sampler, one.masks)
+
+
+def test_inpainting_unet_paints_like_diffusers(toy: Loaded, tmp_path: Path) -> None:
+    folder = toy_sd.write(tmp_path / "inpaint", MODEL_FOLDER / "tokenizer", "1.5", channels=9)
+    edit_json(folder / "model_index.json", _class_name="StableDiffusionInpaintPipeline")
+    checkpoint = Checkpoint(folder)
+    check_model(checkpoint, None)
+    _, model = load_eager_model(checkpoint, None, FP32, "cpu")
+    photo = np.random.default_rng(0).integers(0, 256, (128, 128, 3), dtype=np.uint8)
+    levels = np.zeros((128, 128), np.uint8)
+    levels[24:90, 40:110] = 255
+    plain = replace(params_of(toy, num_inference_steps=10), image=photo)
+    reference = Reference(folder)
+    for strength, blur in ((0.6, 0), (1.0, 0), (0.9, 8)):
+        params = replace(
+            plain, masks=(Mask(np.array(feather(levels, blur)), plain.prompt, "a green triangle", strength),)
+        )
+        [image], _, _ = generate(model, [params])
+        assert largest_difference(image, reference.generate(params)) <= TOLERANCE, strength
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_each_setting_changes_the_image(version: str, toy: Loaded, models: dict[str, LoadedModel]) -> None:
+    """So the comparisons above can fail. A negative prompt that is missing is encoded like an empty one."""
+    params = params_of(toy, num_inference_steps=8, negative_prompt="")
+    changed = [
+        replace(params, scheduler="DPM++ 2M"),
+        replace(params, num_inference_steps=4),
+        replace(params, guidance_scale=1.0),
+        replace(params, negative_prompt="a green triangle"),
+        replace(params, prompt="a small green triangle on a white background"),
+        replace(params, seed=8),
+        replace(params, guidance_rescale=0.7),
+        replace(params, clip_skip=1),
+    ]
+    [image], _, _ = generate(models[version], [params])
+    differences = [largest_difference(image, generate(models[version], [one])[0][0]) for one in changed]
+    assert min(differences) > TOLERANCE, differences
+    assert largest_difference(image, generate(models[version], [replace(params, negative_prompt=None)])[0][0]) == 0
+
+
+def test_release_has_the_facts_of_the_model(toy: Loaded, folders: dict[str, Path], store_folder: Path) -> None:
+    assert json.loads((store_folder / "releases" / "toy-sd" / "1.json").read_text())["family"] == "sd"
+    assert set(toy.model.tokenizers) == {"tokenizer"}
+    assert spec.TEXT_ENCODER_FINAL in toy.model.engines and spec.TEXT_ENCODER not in toy.model.engines
+    assert (toy.served.native_width, toy.served.native_height) == (toy_sd.SIDE, toy_sd.SIDE)
+    assert toy.served.defaults.scheduler == "Euler"  # in place of PNDM
+    assert (toy.model.settings.vae_scaling_factor, toy.model.settings.force_zeros_for_empty_prompt) == (
+        0.18215,
+        False,
+    )
+    second = Checkpoint(folders["2.1"])
+    assert read_release_defaults(second, None)["scheduler"] == "DDIM"
+    assert read_noise_schedules(second, None)["base"].prediction_type == "v_prediction"
+
+
+def test_build_names_the_replaced_scheduler(folders: dict[str, Path], store_folder: Path) -> None:
+    arguments = ["build", str(folders["1.5"]), "--name", "toy-sd", "--store", str(store_folder)]
+    output = " ".join(CliRunner().invoke(app, arguments, catch_exceptions=False).output.split())
+    assert "PNDMScheduler is not served. Requests without `scheduler` use Euler" in output
+
+
+@pytest.mark.parametrize("field", ["original_size", "crop", "target_size"])
+def test_refuses_sizes_by_name(field: str, toy: Loaded) -> None:
+    with pytest.raises(RequestRefused, match="is not conditioned on sizes") as refused:
+        params_of(toy, **{field: [64, 64]})
+    assert refused.value.field == field
+
+
+def test_request_for_a_refiner_is_refused_by_name(toy: Loaded) -> None:
+    with pytest.raises(RequestRefused, match="this release has no refiner") as refused:
+        params_of(toy, use_refiner=True)
+    assert refused.value.field == "use_refiner"
+
+
+def test_text_encoder_shares_no_engine_with_sdxls(folders: dict[str, Path], target: Target) -> None:
+    """SDXL reads another layer of an encoder with the same configuration."""
+    checkpoint = Checkpoint(folders["1.5"])
+    networks = [load_network(checkpoint, name, FP32) for name in (spec.TEXT_ENCODER, spec.TEXT_ENCODER_FINAL)]
+    assert networks[0].architecture == networks[1].architecture and networks[0].signature == networks[1].signature
+    keys = [engine_key(network, target, dynamic_bucket(network.multiple)) for network in networks]
+    assert keys[0] != keys[1]
+
+
+def test_refuses_time_engines_of_sdxl(toy: Loaded, loaded: Loaded) -> None:
+    check_interfaces(toy.model.engines)
+    mixed = toy.model.engines | {spec.UNET_TIME: loaded.model.engines[spec.UNET_TIME]}
+    with pytest.raises(EngineError, match="The unet_time engines cannot be used. They take timestep, text_embeds"):
+        check_interfaces(mixed)
+
+
+@pytest.mark.parametrize("component", [spec.TEXT_ENCODER_FINAL, spec.UNET_TIME, spec.UNET_TEXT])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_exports_to_onnx(version: str, component: str, folders: dict[str, Path]) -> None:
+    network = load_network(Checkpoint(folders[version]), component, FP16)
+    assert validate_graph(network, export_graph(network)) <= 1e-2
+
+
+def test_vae_of_sd_is_not_upcast(folders: dict[str, Path], target: Target) -> None:
+    """diffusers' pipelines of SD ignore force_upcast, which newer versions write into every config."""
+    plan = BuildPlan("toy-sd", Checkpoint(folders["1.5"]), None, target, FP16)
+    assert plan.precision_of(spec.VAE_DECODER) == FP16
+
+
+@pytest.mark.parametrize("style", ["kohya", "diffusers", "peft"])
+def test_image_with_an_adapter_is_that_of_diffusers(
+    style: Style, toy: Loaded, folders: dict[str, Path], store_folder: Path, tmp_path: Path
+) -> None:
+    """The projections of 1.5 are convolutions in its files, and linears in an engine."""
+    deltas = random_deltas(module_shapes(folders["1.5"]), LINEARS, 4, seed=0, spread=0.3)
+    assert {len(down.shape) for down, _, _ in deltas.values()} == {2, 4}
+    file = write_adapter(tmp_path / "adapter.safetensors", deltas, style)
+    store = open_writable_store(copy_store(open_writable_store(store_folder), tmp_path / "store"))
+    add_adapter(store, "adapter", file)
+    adapters = ServedAdapters(("adapter",))
+    adapted = load_release(store, "toy-sd/1", detect_targets(), [], ColdStart(), adapters=adapters)
+    params = params_of(toy, num_inference_steps=4, guidance_scale=3.0)
+    reference = Reference(folders["1.5"])
+    reference.load_lora("adapter", file)
+    [image], _, _ = generate(adapted.model, [replace(params, loras=(("adapter", 0.8),))])
+    assert largest_difference(image, reference.generate(replace(params, loras=(("adapter", 0.8),)))) <= TOLERANCE
+    assert largest_difference(image, generate(adapted.model, [params])[0][0]) > 5 * TOLERANCE
+
+
+# -- Folders of mixed models -----------------------------------------------------------------------------------------
+
+
+def replace_folder(name: str, source: Path, folder: Path) -> None:
+    shutil.rmtree(folder / name)
+    shutil.copytree(source / name, folder / name)
+
+
+Mix = Callable[[Path, dict[str, Path]], object]
+MIXED: dict[str, tuple[Mix, str]] = {
+    "SDXL's UNet": (lambda f, _: replace_folder("unet", MODEL_FOLDER, f), "addition_embed_type is 'text_time'"),
+    "2.1's UNet": (lambda f, other: replace_folder("unet", other["2.1"], f), "reads texts of width 48"),
+    "2.1's text encoder": (
+        lambda f, other: replace_folder("text_encoder", other["2.1"], f), "encoders together return 48",
+    ),
+    "SDXL's VAE": (
+        lambda f, _: edit_json(f / "vae/config.json", scaling_factor=0.13025),
+        "vae is that of a Stable Diffusion XL (scaling_factor 0.13025)",
+    ),
+    "UNet for editing": (lambda f, _: edit_json(f / "unet/config.json", in_channels=8), "takes 8 channels"),
+    "class embeddings": (
+        lambda f, _: edit_json(f / "unet/config.json", class_embed_type="projection"), "class_embed_type is",
+    ),
+    "attention masks": (
+        lambda f, _: edit_json(f / "text_encoder/config.json", use_attention_mask=True), "use_attention_mask is",
+    ),
+    "scheduler of flow matching": (
+        lambda f, _: edit_json(f / "model_index.json", scheduler=["diffusers", "FlowMatchEulerDiscreteScheduler"]),
+        "_class_name is 'FlowMatchEulerDiscreteScheduler'",
+    ),
+    "no text encoder": (lambda f, _: shutil.rmtree(f / "text_encoder"), "has no text_encoder/config.json"),
+    "index of SDXL": (
+        lambda f, _: edit_json(f / "model_index.json", _class_name="StableDiffusionXLPipeline"),
+        "text_encoder_2 is None",
+    ),
+    "index of SD 3": (
+        lambda f, _: edit_json(f / "model_index.json", _class_name="StableDiffusion3Pipeline"),
+        "'StableDiffusion3Pipeline', not a pipeline of Stable Diffusion XL or Stable Diffusion 1 or 2",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mix", MIXED)
+def test_refuses_a_mixed_folder(mix: str, folders: dict[str, Path], target: Target, tmp_path: Path) -> None:
+    change, words = MIXED[mix]
+    folder = Path(shutil.copytree(folders["1.5"], tmp_path / "mixed"))
+    change(folder, folders)
+    with pytest.raises(CheckpointError) as refusal:
+        build(BuildPlan("mixed", Checkpoint(folder), None, target, FP32), open_writable_store(tmp_path / "store"))
+    assert words in str(refusal.value) and str(folder) in str(refusal.value)
+    assert not list((tmp_path / "store").rglob("*"))
+
+
+def test_refuses_sd_vae_in_sdxl(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(MODEL_FOLDER, tmp_path / "mixed", ignore=shutil.ignore_patterns("*.safetensors")))
+    edit_json(folder / "vae/config.json", scaling_factor=0.18215)
+    with pytest.raises(CheckpointError, match=r"vae is that of a Stable Diffusion 1 or 2 \(scaling_factor 0.18215\)"):
+        read_model_facts(Checkpoint(folder), None)
+
+
+def test_refuses_a_refiner(folders: dict[str, Path]) -> None:
+    with pytest.raises(CheckpointError, match="Only Stable Diffusion XL has refiners"):
+        check_model(Checkpoint(folders["1.5"]), Checkpoint(MODEL_FOLDER / "refiner"))

@@ -1,0 +1,242 @@
+"""CUDA streams of text encoding and decoding: their work is free of races, and no stream waits without need."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from model.cuda import graphs
+from model.cuda.streams import SideStream, StageTimer
+from model.engines.engine import EngineSet
+from model.engines.graphed import GraphedEngine
+from model.images.pending import PendingImage
+from model.pipeline import spec
+from model.pipeline.loaded_model import LoadedModel
+from model.pipeline.params import GenerationParams, Mask
+from model.pipeline.preview import fit_preview_map
+from model.pipeline.runner import Runner
+from model.pipeline.text_to_image import generate, run_stages
+from model.scheduling.scheduler import Scheduler
+from model.settings import Limits
+from tests.model.denoising.test_graph_loop import bucketed, graph_loop
+from tests.support.images import largest_difference, pixels
+from tests.support.linear_networks import WIDTHS, Stub, linear_model, stub
+from tests.support.scheduling import params, results
+from tests.support.streams import Graphs, Race, Stream, Streams
+from tests.support.waiting import TIMEOUT_SECONDS
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    return Streams(monkeypatch)
+
+
+@pytest.fixture
+def graph_unet() -> EngineSet:
+    """The engines of the base's graph loop, in buckets as on a GPU."""
+    return bucketed(linear_model(), 1, 2, 4, 8)
+
+
+@pytest.fixture
+def model(streams: Streams, graph_unet: EngineSet) -> LoadedModel:
+    """A model with a GPU's streams, and a graph loop for the base at the size that most requests here have."""
+    model = linear_model()
+    streams.add_side_streams(model)
+    model.loops[spec.UNET, 64, 96] = graph_loop(graph_unet)
+    return model
+
+
+LEVELS = np.random.default_rng(0).integers(0, 256, (64, 96, 3), np.uint8)
+MASK = Mask(np.repeat(np.uint8([[0, 255]]), 48, axis=1).repeat(64, axis=0), "five", None, strength=0.75)
+MIX = [
+    params(1),
+    params(2, use_refiner=True, num_images=2, scheduler="DPM++ 2M SDE Karras"),
+    params(3, guidance_scale=1.0, num_inference_steps=7),
+    params(4, width=64, use_refiner=True, negative_prompt="four"),
+    params(5, image=LEVELS, strength=0.5, num_images=2),
+    params(6, image=LEVELS, masks=(MASK, replace(MASK, strength=1.0)), use_refiner=True, scheduler="Euler a"),
+]
+
+
+@contextmanager
+def checked_scheduler(model: LoadedModel, streams: Streams) -> Iterator[Scheduler]:
+    """A scheduler whose thread is checked for races."""
+    scheduler, watch = Scheduler(Runner(model), Limits(), lambda: None), ExitStack()
+    scheduler.call(lambda: watch.enter_context(streams.checking())).result(TIMEOUT_SECONDS)
+    yield scheduler
+    scheduler.call(watch.close).result(TIMEOUT_SECONDS)
+    scheduler.close()
+
+
+def test_scheduled_images_are_correct_and_free_of_races(
+    model: LoadedModel, graph_unet: EngineSet, streams: Streams
+) -> None:
+    with checked_scheduler(model, streams) as scheduler:
+        scheduler.preview_map = scheduler.call(lambda: fit_preview_map(model, 64, 96)).result(TIMEOUT_SECONDS)
+        jobs = [scheduler.submit(request, lambda _: None, preview_every=2) for request in MIX]
+        images = [result.images for result in results(*jobs)]
+
+    def used_streams(*engine_sets: EngineSet) -> set[str]:
+        engines = [engine for engine_set in engine_sets for engine in engine_set.engines if isinstance(engine, Stub)]
+        inputs = [tensor for engine in engines for tensors in engine.seen for tensor in tensors.values()]
+        return {streams.writer(tensor).name for tensor in inputs}
+
+    used = {name: used_streams(engines) for name, engines in model.engines.items()}
+    used[spec.UNET] = used_streams(model.engines[spec.UNET], graph_unet)
+    expected = dict.fromkeys(model.engines, {"text"})
+    expected |= {spec.UNET: {"main"}, spec.REFINER_UNET: {"main"}}
+    assert used == expected | {spec.TEXT_ENCODER: {"first_text"}} | {
+        spec.VAE_ENCODER: {"encode"},
+        spec.VAE_DECODER: {"decode"},
+    }
+    by_declared_stream: dict[str, set[str]] = {}  # TensorRT's plans of one stream share a workspace
+    for name, names in used.items():
+        by_declared_stream.setdefault(spec.SDXL[name].stream, set()).update(names)
+    assert len(by_declared_stream) == 5 and all(len(names) == 1 for names in by_declared_stream.values())
+    for request, files in zip(MIX, images, strict=True):
+        for data, image in zip(files, generate(linear_model(), [request])[0], strict=True):
+            assert largest_difference(pixels(data), image) <= 1
+
+
+def test_inputs_wait_for_no_step_and_steps_for_no_decoding(model: LoadedModel, streams: Streams) -> None:
+    with checked_scheduler(model, streams) as scheduler:
+        results(*[scheduler.submit(request) for request in MIX if not request.masks])
+    main, text, encode, decode = streams.main, streams.side["text"], streams.side["encode"], streams.side["decode"]
+    assert text.count and encode.count and decode.count and main.count
+    for side in (text, encode):
+        assert not side.seen[main] and not side.seen[decode]
+    assert not main.seen[decode]
+    assert main.seen[text] == text.count and decode.seen[main]
+
+
+def queue_image(model: LoadedModel, request: GenerationParams) -> PendingImage:
+    """Queue all device work of `generate` for a request of one image, without waiting for it."""
+    runner = Runner(model)
+    [image] = run_stages(runner, [runner.plan(request)])
+    assert image.pixels is not None
+    return image.pixels
+
+
+@pytest.mark.parametrize("refiner", [False, True], ids=["base", "refiner"])
+def test_generate_is_free_of_races(refiner: bool, model: LoadedModel, streams: Streams) -> None:
+    request = params(5, use_refiner=refiner)
+    with streams.checking():
+        pending = queue_image(model, request)
+    image = pending.wait()
+    assert image is not None
+    assert largest_difference(image, generate(linear_model(), [request])[0][0]) <= 1
+
+
+@pytest.mark.parametrize(("omitted", "race"), [("waits", "may not have written yet"), ("records", "may have freed")])
+@pytest.mark.parametrize("reader", ["main", "text", "decode"])
+def test_every_wait_and_record_is_needed(
+    omitted: str, race: str, reader: str, model: LoadedModel, streams: Streams
+) -> None:
+    """Shows that the tests above can fail."""
+    setattr(streams.main if reader == "main" else streams.side[reader], omitted, False)
+    with pytest.raises(Race, match=f"on {reader} reads what .* {race}"), streams.checking():
+        queue_image(model, params(1))
+
+
+def test_stage_times_on_a_gpu_wait_for_the_last_event_only(streams: Streams) -> None:
+    """Times of one stage are summed."""
+    timer = StageTimer(torch.device("cuda"))
+    for stage, milliseconds in (("text", 3), ("denoise", 5), ("text", 7)):
+        streams.main.count += milliseconds
+        timer.end(stage)
+    assert not streams.awaited_events
+    assert timer.milliseconds() == {"text": 10, "denoise": 5}
+    assert len(streams.awaited_events) == 1
+
+
+def test_side_stream_of_a_cpu_has_no_effect() -> None:
+    side = SideStream(torch.device("cpu"))
+    with side.run_after(torch.zeros(1)):
+        side.release_to_current([torch.zeros(1)])
+
+
+# -- graphs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fake_graphs(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> Graphs:
+    return Graphs(streams, monkeypatch)
+
+
+def test_graphs_share_a_pool_with_those_of_their_stream_only(fake_graphs: Graphs, streams: Streams) -> None:
+    side = Stream("side")
+    ran_on: list[Stream] = []
+
+    def capture_on(stream: Stream) -> Callable[[], None]:
+        with streams.use(stream):
+            return graphs.capture(lambda: ran_on.append(streams.current))
+
+    replays = [capture_on(stream) for stream in (streams.main, side, streams.main, side)]
+    pools, captured_on, captured = zip(*fake_graphs.captures, strict=True)
+    assert pools[0] is pools[2] and pools[1] is pools[3] and pools[0] is not pools[1]
+    assert captured_on[0] is captured_on[2] is not streams.main and captured_on[1] is captured_on[3] is side
+    assert ran_on == [stream for stream in captured_on for _ in range(3)]
+    replays[0]()
+    with streams.use(side):
+        replays[1]()
+        with pytest.raises(AssertionError, match="another stream"):
+            replays[0]()
+    assert [graph.replays for graph in captured] == [1, 1, 0, 0]
+
+
+def test_only_graphs_without_a_workspace_switch_it_off(
+    fake_graphs: Graphs, streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch reads the environment at each matrix product."""
+    names = ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE")
+    monkeypatch.setenv(names[0], ":4096:8")
+    monkeypatch.delenv(names[1], raising=False)
+    seen: list[list[str | None]] = []
+
+    def work() -> None:
+        seen.append([os.environ.get(name) for name in names])
+
+    with streams.use(Stream("side")):
+        for workspace in (True, False, False):
+            graphs.capture(work, workspace)()
+    assert seen == 3 * [[":4096:8", None]] + 6 * [[":0:0", "0"]]
+    assert [os.environ.get(name) for name in names] == [":4096:8", None]
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["succeeds", "fails"])
+def test_graph_has_its_own_workspaces(fails: bool, fake_graphs: Graphs) -> None:
+    """PyTorch may free a stream's workspace at any time, so a captured product must allocate its own."""
+
+    def work() -> None:
+        fake_graphs.events.append("capture" if fake_graphs.captures else "warm-up")
+        if fails and fake_graphs.captures:
+            raise ValueError
+
+    with pytest.raises(ValueError) if fails else nullcontext():
+        graphs.capture(work)
+    assert fake_graphs.events == ["clear", "warm-up", "warm-up", "clear", "capture", "clear"]
+
+
+def test_graphed_engine_copies_inputs_and_outputs() -> None:
+    captured: list[Callable[[], None]] = []
+
+    def capture(work: Callable[[], None], name: str) -> Callable[[], None]:
+        assert name.startswith("unet_text_")
+        captured.append(work)
+        return work
+
+    plain, graphed = (stub(linear_model(), spec.UNET_TEXT) for _ in range(2))
+    engine = GraphedEngine(graphed, capture)
+    [width] = [tensor.shape[-1] for tensor in plain.signature.inputs]
+    inputs = [{"encoder_hidden_states": torch.randn(1, WIDTHS.tokens, int(width))} for _ in range(3)]
+    outputs = [engine.run({name: tensor.clone() for name, tensor in each.items()}) for each in inputs]
+    for given, returned in zip(inputs, outputs, strict=True):  # also the earlier ones, after the last run
+        torch.testing.assert_close(returned, plain.run(given), rtol=0, atol=0)
+    assert len(captured) == 1
+    with torch.inference_mode():
+        captured[0]()  # a replay reads the memory that it was captured with
+    assert torch.equal(graphed.seen[-1]["encoder_hidden_states"], inputs[-1]["encoder_hidden_states"])

@@ -1,0 +1,494 @@
+"""A store in a folder: damaged folders, full and read-only disks, killed and racing writers."""
+
+import hashlib
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from engine_builder.stores.local import WritableLocalStore
+from engine_builder.stores.store import open_writable_store
+from model.errors import CorruptBlob, ManifestError, ReleaseExists, ReleaseNotFound, StoreError
+from model.store.store import open_store
+from tests.model.store.processes import CHANGING_FILE, finish, own_mounts, python
+from tests.support import releases
+
+DATA = b"some bytes of an engine" * 1000
+DIGEST = hashlib.sha256(DATA).hexdigest()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> WritableLocalStore:
+    return WritableLocalStore(tmp_path / "store")
+
+
+def blob_path(store: WritableLocalStore, digest: str = DIGEST) -> Path:
+    return store.root / "blobs" / "sha256" / digest
+
+
+def files(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if not path.is_dir())
+
+
+# -- blobs --------------------------------------------------------------------------------------------------------
+
+
+def test_put_then_get_and_read(store: WritableLocalStore, tmp_path: Path) -> None:
+    source = tmp_path / "engine.pt2"
+    source.write_bytes(DATA)
+    assert not store.has(DIGEST)
+    assert store.put(source) == store.put_bytes(DATA) == store.put(source) == DIGEST
+    assert store.has(DIGEST) and store.get(DIGEST, len(DATA)).read_bytes() == DATA
+    buffer = bytearray(len(DATA))
+    store.read(DIGEST, memoryview(buffer))
+    assert buffer == DATA
+    assert files(store.root) == [f"blobs/sha256/{DIGEST}"]
+    assert blob_path(store).stat().st_mode & 0o777 == 0o644, "other users' servers must read it"
+
+
+def test_empty_blob_path(store: WritableLocalStore) -> None:
+    digest = store.put_bytes(b"")
+    assert store.get(digest, 0).read_bytes() == b""
+    store.read(digest, memoryview(bytearray()))
+
+
+DAMAGE = {
+    "one bit": DATA[:5000] + bytes([DATA[5000] ^ 1]) + DATA[5001:],
+    "one byte less": DATA[:-1],
+    "one byte more": DATA + b"\0",
+    "empty": b"",
+    "another blob's of this size": DATA[::-1],
+}
+
+
+@pytest.mark.parametrize("damaged", DAMAGE.values(), ids=DAMAGE)
+def test_refuses_damage_and_put_repairs_it(store: WritableLocalStore, damaged: bytes) -> None:
+    path = blob_path(store)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(damaged)
+    with pytest.raises(CorruptBlob, match=f"`preheat verify`, delete it .blobs/sha256/{DIGEST}.*`preheat build`"):
+        store.get(DIGEST, len(DATA))
+    with pytest.raises(CorruptBlob, match=DIGEST[:12]):
+        store.read(DIGEST, memoryview(bytearray(len(DATA))))
+    store.put_bytes(DATA)
+    assert path.read_bytes() == DATA and store.get(DIGEST, len(DATA)) == path
+
+
+def test_refuses_wrong_size(store: WritableLocalStore) -> None:
+    store.put_bytes(DATA)
+    with pytest.raises(CorruptBlob, match=f"{len(DATA)} bytes instead of 7"):
+        store.get(DIGEST, 7)
+    with pytest.raises(CorruptBlob, match="instead of 7"):
+        store.read(DIGEST, memoryview(bytearray(7)))
+
+
+def test_missing_blob_says_to_build(store: WritableLocalStore) -> None:
+    for attempt in (lambda: store.get(DIGEST, 1), lambda: store.read(DIGEST, memoryview(bytearray(1)))):
+        with pytest.raises(CorruptBlob, match="missing from file://.*`preheat build`"):
+            attempt()
+
+
+def test_detects_change_with_restored_mtime(store: WritableLocalStore) -> None:
+    """Inode, size and modification time are the same; only the change time differs."""
+    store.put_bytes(DATA)
+    path = store.get(DIGEST, len(DATA))
+    before = path.stat()
+    while path.stat().st_ctime_ns == before.st_ctime_ns:  # the clock of a file system may tick 250 times a second
+        path.write_bytes(DATA[::-1])
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    now = path.stat()
+    assert (now.st_ino, now.st_size, now.st_mtime_ns) == (before.st_ino, before.st_size, before.st_mtime_ns)
+    with pytest.raises(CorruptBlob, match="have changed"):
+        store.get(DIGEST, len(DATA))
+
+
+@pytest.mark.parametrize(
+    "digest", ["", "../" * 20 + "0000", "0" * 63, "0" * 65, "A" * 64, "/" + "0" * 63, "0" * 63 + "\n", "0" * 63 + "\0"]
+)
+def test_refuses_invalid_digest(store: WritableLocalStore, digest: str) -> None:
+    for attempt in (
+        lambda: store.get(digest, 1),
+        lambda: store.has(digest),
+        lambda: store.read(digest, memoryview(bytearray(1))),
+    ):
+        with pytest.raises(ManifestError, match="is not a SHA-256 digest"):
+            attempt()
+
+
+def test_put_refuses_missing_source(store: WritableLocalStore, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="nothing.pt2 does not exist, so it cannot be stored"):
+        store.put(tmp_path / "nothing.pt2")
+    with pytest.raises(StoreError, match="cannot be read"):
+        store.put(tmp_path)
+    assert files(store.root) == []
+
+
+def test_put_refuses_changing_source(store: WritableLocalStore) -> None:
+    with pytest.raises(StoreError, match="changed while it was stored. Run the command again"):
+        store.put(CHANGING_FILE)
+    assert files(store.root) == []
+
+
+# -- links and special files ---------------------------------------------------------------------------------------
+
+
+def test_follows_link_and_checks_its_target(store: WritableLocalStore, tmp_path: Path) -> None:
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    good.write_bytes(DATA)
+    bad.write_bytes(DATA[::-1])
+    blob_path(store).parent.mkdir(parents=True)
+    blob_path(store).symlink_to(good)
+    assert store.get(DIGEST, len(DATA)).read_bytes() == DATA
+    blob_path(store).unlink()
+    blob_path(store).symlink_to(bad)
+    with pytest.raises(CorruptBlob, match="have changed"):
+        store.get(DIGEST, len(DATA))
+
+
+def test_put_replaces_link_but_not_its_target(store: WritableLocalStore, tmp_path: Path) -> None:
+    outside = tmp_path / "passwd"
+    outside.write_bytes(b"root")
+    blob_path(store).parent.mkdir(parents=True)
+    for target in (outside, tmp_path / "nowhere"):
+        blob_path(store).symlink_to(target)
+        store.put_bytes(DATA)
+        assert not blob_path(store).is_symlink() and store.get(DIGEST, len(DATA)).read_bytes() == DATA
+        blob_path(store).unlink()
+    assert outside.read_bytes() == b"root" and not (tmp_path / "nowhere").exists()
+
+
+def test_refuses_pipes_folders_and_loops(store: WritableLocalStore) -> None:
+    path = blob_path(store)
+    path.parent.mkdir(parents=True)
+    for create, delete in ((os.mkfifo, os.unlink), (os.mkdir, os.rmdir), (lambda it: os.symlink(it, it), os.unlink)):
+        create(path)
+        with pytest.raises(StoreError, match="cannot be read"):
+            store.get(DIGEST, 0)
+        with pytest.raises(StoreError, match="cannot be read"):
+            store.read(DIGEST, memoryview(bytearray()))
+        delete(path)
+    release = store.root / "releases" / "toy" / "1.json"
+    release.parent.mkdir(parents=True)
+    os.mkfifo(release)
+    with pytest.raises(StoreError, match="Release toy/1 cannot be read"):
+        store.read_release("toy/1")
+    release.unlink()
+    release.symlink_to("/dev/zero")
+    with pytest.raises(StoreError, match="Release toy/1 cannot be read"):
+        store.read_release("toy/1")
+
+
+# -- releases -----------------------------------------------------------------------------------------------------
+
+
+def test_release_is_written_once(store: WritableLocalStore) -> None:
+    manifest = releases.draft_release(store)
+    store.write_release(manifest)
+    written = (store.root / "releases/toy/1.json").read_bytes()
+    with pytest.raises(ReleaseExists, match="toy/1 is already published.*Choose another version"):
+        store.write_release(manifest.model_copy(update={"created": "later"}))
+    assert (store.root / "releases/toy/1.json").read_bytes() == written
+    assert store.read_release("toy/1") == manifest and store.releases() == ["toy/1"]
+
+
+def test_missing_release_lists_available_ones(store: WritableLocalStore) -> None:
+    with pytest.raises(
+        ReleaseNotFound, match=r"toy/1 was not found in file://.*has no release. Run `preheat publish toy/1"
+    ):
+        store.read_release("toy/1")
+    for number in range(100):
+        releases.write_manifest(store.root, {}, f"toy/{number}")
+    with pytest.raises(ReleaseNotFound, match=r"Available: toy/0, .* and 80 more\.") as caught:
+        store.read_release("toy/none")
+    assert len(str(caught.value)) < 1000
+
+
+def test_refuses_release_with_bad_blob_path(store: WritableLocalStore) -> None:
+    manifest = releases.draft_release(store)
+    digests = list(manifest.blobs())
+    for digest in (digests[0], digests[-1], digests[len(digests) // 2]):
+        path = blob_path(store, digest)
+        data = path.read_bytes()
+        for damage in (None, data[:-1], bytes([data[0] ^ 1]) + data[1:]):
+            path.unlink()
+            if damage is not None:
+                path.write_bytes(damage)
+            with pytest.raises(CorruptBlob, match=digest[:12]):
+                store.write_release(manifest)
+            assert store.releases() == []
+            path.write_bytes(data)
+    store.write_release(manifest)
+
+
+def test_refuses_unreadable_manifest(store: WritableLocalStore) -> None:
+    """`model_copy` validates nothing, so a publisher can hold a manifest that readers would refuse."""
+    manifest = releases.draft_release(store)
+    broken = [
+        {"engines": manifest.engines * 2},
+        {"settings": manifest.settings.model_copy(update={"vae_scaling_factor": float("nan")})},
+        {"schema_version": 99},
+        {"version": "../1"},
+    ]
+    for update in broken:
+        with pytest.raises(ManifestError):
+            store.write_release(manifest.model_copy(update=update))
+    assert not (store.root / "releases").exists()
+
+
+def test_lists_only_valid_release_names(store: WritableLocalStore) -> None:
+    store.write_release(releases.draft_release(store))
+    folder = store.root / "releases"
+    for other in ("toy/.hidden.json", "toy/a b.json", "toy/readme.txt", "toy/.incoming-x.json", ".DS_Store"):
+        (folder / other).write_text("{}")
+    (folder / "a b").mkdir()
+    (folder / "a b" / "1.json").write_text("{}")
+    assert store.releases() == ["toy/1"]
+
+
+def test_exactly_one_racing_publisher_wins(store: WritableLocalStore, tmp_path: Path) -> None:
+    """Three processes publish thirty versions concurrently. Each version is the whole manifest of one of them."""
+    manifest = releases.draft_release(store)
+    draft = tmp_path / "draft.json"
+    draft.write_bytes(manifest.to_json())
+    script = """
+        import sys
+        from model.errors import ReleaseExists
+        from engine_builder.stores.local import WritableLocalStore
+        from model.store.manifest import Manifest
+
+        root, draft, publisher = sys.argv[1:]
+        store = WritableLocalStore(root)
+        manifest = Manifest.model_validate_json(open(draft, "rb").read())
+        print("ready", flush=True)
+        sys.stdin.readline()
+        for version in map(str, range(30)):
+            try:
+                store.write_release(manifest.model_copy(update={"version": version, "created": publisher}))
+                print(version)
+            except ReleaseExists:
+                pass
+    """
+    publishers = {name: python(script, store.root, draft, name) for name in "abc"}
+    for publisher in publishers.values():
+        assert publisher.stdout is not None and publisher.stdout.readline() == "ready\n"
+    for publisher in publishers.values():
+        assert publisher.stdin is not None
+        publisher.stdin.write("go\n")
+        publisher.stdin.flush()
+    published = {name: finish(publisher).split() for name, publisher in publishers.items()}
+    assert sorted(version for own in published.values() for version in own) == sorted(map(str, range(30)))
+    for name, own in published.items():
+        for version in own:
+            assert store.read_release(f"toy/{version}").created == name
+    assert not list(store.root.rglob(".incoming-*"))
+
+
+@pytest.mark.parametrize("version", ["", "7"], ids=["next number", "named"])
+@pytest.mark.parametrize("others", [0, 2], ids=["same content", "other contents"])
+def test_publishers_at_the_same_time(others: int, version: str, store: WritableLocalStore) -> None:
+    """Equal content gets one release. Other content gets the next number, or an error if the version was named."""
+    draft = releases.draft_release(store)
+    contents = [draft.model_copy(update={"builder": {"source": str(max(0, n - 3 + others))}}) for n in range(4)]
+    answers = releases.publish_at_once(store, contents, version)
+    names = store.releases()
+    assert answers.count("published") == len(names)
+    if not version:
+        published = {store.read_release(name).builder["source"] for name in names}
+        assert published == {content.builder["source"] for content in contents}
+        assert set(answers) <= {"published", "unchanged"} and (others or names == ["toy/1"])
+        return
+    winner = store.read_release("toy/7").builder
+    exists = "toy/7 is already published, and releases are written once. Choose another version."
+    expected = ["unchanged" if content.builder == winner else exists for content in contents]
+    assert names == ["toy/7"]
+    assert [answer for answer in answers if answer != "published"] == [
+        text for text, answer in zip(expected, answers, strict=True) if answer != "published"
+    ]
+
+
+# -- records ------------------------------------------------------------------------------------------------------
+
+
+def test_records_are_kept_rewritten_and_listed(store: WritableLocalStore) -> None:
+    long = "m" * 128 + ".cuda-rtxpro6000blackwell-sm120-torch2.13-cu130.fp16"
+    assert store.read_record("drafts", long) is None and store.records("drafts") == []
+    store.write_record("drafts", long, b"one")
+    store.write_record("drafts", long, b"two")
+    assert store.read_record("drafts", long) == b"two" and store.records("drafts") == [long]
+    for kind, name in (("..", "x"), ("drafts", "../x"), ("drafts", ""), ("drafts", "x" * 221), ("a/b", "x")):
+        with pytest.raises(StoreError, match="not a valid name for a record"):
+            store.write_record(kind, name, b"")
+
+
+# -- crashes, full disks, read-only disks -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moment", ["fsync", "replace"])
+def test_killed_put_leaves_valid_store(store: WritableLocalStore, moment: str) -> None:
+    """kill -9 before the bytes are flushed, or before the file is renamed."""
+    script = """
+        import os, signal, sys
+        from engine_builder.stores.local import WritableLocalStore
+
+        def stop(*_):
+            print("stopped", flush=True)
+            signal.pause()
+
+        setattr(os, sys.argv[2], stop)
+        WritableLocalStore(sys.argv[1]).put_bytes(b"some bytes of an engine" * 1000)
+    """
+    writer = python(script, store.root, moment)
+    assert writer.stdout is not None and writer.stdout.readline() == "stopped\n"
+    writer.kill()
+    assert writer.wait(timeout=60) == -signal.SIGKILL
+    writer.communicate()
+    [incoming] = store.root.rglob(".incoming-*")
+    assert not store.has(DIGEST) and not blob_path(store).exists()
+    again = WritableLocalStore(store.root)
+    assert again.put_bytes(DATA) == DIGEST and again.get(DIGEST, len(DATA)).read_bytes() == DATA
+    assert incoming.exists(), "its writer may be alive"
+
+
+def test_deletes_files_of_dead_writers_after_a_day(store: WritableLocalStore) -> None:
+    folders = [store.root / "blobs" / "sha256", store.root / "releases" / "toy"]
+    now = time.time()
+    for folder in folders:
+        folder.mkdir(parents=True)
+        for name, age in ((".incoming-old", 25 * 3600), (".incoming-young", 23 * 3600), ("not-ours", 99 * 3600)):
+            (folder / name).write_bytes(b"x")
+            os.utime(folder / name, (now - age, now - age))
+    (folders[0] / ".incoming-folder").mkdir()
+    os.utime(folders[0] / ".incoming-folder", (0, 0))
+    store.write_release(releases.draft_release(store))
+    for folder in folders:
+        assert not (folder / ".incoming-old").exists()
+        assert (folder / ".incoming-young").exists() and (folder / "not-ours").exists()
+
+
+LIMITED = """
+    import resource, sys
+    from model.errors import StoreError
+    from engine_builder.stores.local import WritableLocalStore
+
+    store = WritableLocalStore(sys.argv[1])
+    small = store.put_bytes(b"small")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+    for attempt in (
+        lambda: store.put_bytes(b"large" * 10_000),
+        lambda: store.write_record("engines", "key", b"large" * 10_000),
+    ):
+        try:
+            attempt()
+        except StoreError as error:
+            print(error)
+    store.get(small, 5)
+"""
+
+
+def test_write_stopped_by_limit_changes_nothing(store: WritableLocalStore) -> None:
+    lines = finish(python(LIMITED, store.root)).splitlines()
+    assert len(lines) == 2 and all("File too large. Nothing in it was changed" in line for line in lines)
+    assert files(store.root) == [f"blobs/sha256/{hashlib.sha256(b'small').hexdigest()}"]
+
+
+FULL_DISK = """
+    import os, subprocess, sys
+    from pathlib import Path
+    from model.errors import StoreError
+    from engine_builder.stores.local import WritableLocalStore
+
+    root = Path(sys.argv[1])
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", root], check=True)
+    store = WritableLocalStore(root)
+    small = store.put_bytes(b"small")
+    store.write_record("engines", "key", b"before")
+    large = root.parent / "large"
+    large.write_bytes(os.urandom(2**20))
+
+    before = sorted(root.rglob("*"))
+    for attempt in (
+        lambda: store.put(large),
+        lambda: store.put_bytes(large.read_bytes()),
+        lambda: store.write_record("engines", "key", large.read_bytes()),
+    ):
+        try:
+            attempt()
+        except StoreError as error:
+            print(error)
+        assert sorted(root.rglob("*")) == before, "a file remains"
+    assert store.read_record("engines", "key") == b"before"
+    store.get(small, 5)
+    assert store.put_bytes(b"small, too") and store.get(small, 5)
+"""
+
+
+def test_full_disk_is_reported(tmp_path: Path) -> None:
+    root = tmp_path / "disk"
+    root.mkdir()
+    lines = finish(python(FULL_DISK, root, prefix=own_mounts())).splitlines()
+    assert len(lines) == 3 and all("No space left on device" in line and "Free disk space" in line for line in lines)
+
+
+READ_ONLY = """
+    import subprocess, sys
+    from model.errors import ReleaseExists, StoreError
+    from engine_builder.stores.local import WritableLocalStore
+
+    root = sys.argv[1]
+    subprocess.run(["mount", "--bind", root, root], check=True)
+    subprocess.run(["mount", "-o", "remount,ro,bind", root], check=True)
+    store = WritableLocalStore(root)
+    manifest = store.read_release("toy/1")
+    for digest, blob in manifest.blobs().items():
+        store.get(digest, blob.bytes)
+    assert store.put_bytes(store.get(digest, blob.bytes).read_bytes()) == digest
+    for attempt in (
+        lambda: store.put_bytes(b"new"),
+        lambda: store.write_record("engines", "key", b"x"),
+        lambda: store.write_release(manifest.model_copy(update={"version": "2"})),
+    ):
+        try:
+            attempt()
+        except StoreError as error:
+            print(error)
+"""
+
+
+def test_read_only_disk_is_read_but_not_written(store: WritableLocalStore) -> None:
+    store.write_release(releases.draft_release(store))
+    before = files(store.root)
+    lines = finish(python(READ_ONLY, store.root, prefix=own_mounts())).splitlines()
+    assert len(lines) == 3 and all("Read-only file system" in line and "another store" in line for line in lines)
+    assert files(store.root) == before
+
+
+# -- opening ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "", "file://", "file://elsewhere/store", "file:relative", "file:///a?b", "file:///a#b", "file:///a%00b", "a\0b",
+        "ftp://host/store", "http://[::1", "data:store",
+    ],
+)  # fmt: skip
+def test_refuses_invalid_url(url: str) -> None:
+    with pytest.raises(StoreError) as caught:
+        open_store(url)
+    assert "file:///absolute/folder" in str(caught.value)
+
+
+def test_opens_by_path_and_by_url(tmp_path: Path) -> None:
+    odd = tmp_path / "with space, % and #"
+    store = open_writable_store(odd)
+    digest = store.put_bytes(DATA)
+    for url in (store.url, str(odd), odd, f"file://localhost{store.url.removeprefix('file://')}"):
+        assert open_store(url).get(digest, len(DATA)) == open_writable_store(url).get(digest, len(DATA))
+
+
+def test_manifest_survives_writing_and_reading(store: WritableLocalStore) -> None:
+    manifest = releases.draft_release(store, refiner=True)
+    store.write_release(manifest)
+    assert WritableLocalStore(store.root).read_release("toy/1") == manifest

@@ -1,0 +1,439 @@
+"""A store in a bucket of a real object store."""
+
+import hashlib
+import http.client
+import random
+import threading
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine_builder.stores.s3_uploads import UPLOAD_PART_BYTES
+from engine_builder.stores.store import open_writable_store
+from model.errors import CorruptBlob, ManifestError, ReleaseExists, ReleaseNotFound, StoreError
+from model.store.manifest import Blob
+from model.store.s3 import split_url
+from model.store.s3_bucket import fits_etag
+from tests.conftest import Opener
+from tests.model.store.processes import CHANGING_FILE, finish, python
+from tests.support import releases
+from tests.support.cached_blobs import bytes_read, file_names
+from tests.support.faulty_proxy import Fault, FaultyProxy, RecordedRequest
+from tests.support.object_store import PAGE_KEYS, ObjectStore
+
+
+def random_bytes(size: int) -> bytes:
+    return random.Random(0).randbytes(size)
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+# -- blobs and records --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 1, 1000, UPLOAD_PART_BYTES, 2 * UPLOAD_PART_BYTES + 1])
+def test_put_then_get(open_bucket: Opener, tmp_path: Path, size: int) -> None:
+    part_bytes = 5 * 2**20  # several ranges, the last one short
+    store, data = open_bucket("a/prefix", part_bytes=part_bytes), random_bytes(size)
+    file = tmp_path / "file"
+    file.write_bytes(data)
+    digest = store.put(file)
+    assert digest == sha256(data) and store.has(digest)
+    assert list(store.blobs())[0][:2] == (digest, size)
+    path = store.get(digest, size)
+    assert path == tmp_path / "cache" / "blobs" / "sha256" / digest and path.read_bytes() == data
+    buffer = bytearray(size)
+    open_bucket("a/prefix", part_bytes=part_bytes, cache_dir=tmp_path / "other").read(digest, memoryview(buffer))
+    assert buffer == data
+    store.check(digest, size)
+
+
+def test_put_bytes(open_bucket: Opener, s3: Any, bucket: str) -> None:
+    store = open_bucket("p")
+    large = random_bytes(UPLOAD_PART_BYTES + 5)
+    for data in (b"", b"small", large, memoryview(large)[1:], memoryview(b"view")):
+        assert store.put_bytes(data) == store.put_bytes(data) == sha256(data)
+        assert s3.get_object(Bucket=bucket, Key=f"p/blobs/sha256/{sha256(data)}")["Body"].read() == data
+
+
+def test_put_bytes_copies_only_parts_in_flight(open_bucket: Opener, s3: Any, bucket: str) -> None:
+    """A plan that holds SDXL's weights has 4 GiB."""
+    store = open_bucket()
+    first, size = store.put_bytes(b"connected"), 96_000_000
+    assert store.has(first)
+    data = memoryview(bytearray(size))
+    tracemalloc.start()
+    try:
+        digest = store.put_bytes(data)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert s3.head_object(Bucket=bucket, Key=f"blobs/sha256/{digest}")["ContentLength"] == size
+    assert peak < 1.5 * size, "all six parts may be in flight, but not a copy of the data too"
+
+
+def test_put_refuses_changing_source(open_bucket: Opener) -> None:
+    store = open_bucket()
+    with pytest.raises(StoreError, match="changed while it was stored. Run the command again"):
+        store.put(CHANGING_FILE)
+    assert not list(store.blobs())
+
+
+def test_cache_has_the_layout_of_a_local_store(open_bucket: Opener, tmp_path: Path) -> None:
+    store = open_bucket()
+    digest = store.put_bytes(b"bytes")
+    store.get(digest, 5)
+    assert open_writable_store(tmp_path / "cache").get(digest, 5).read_bytes() == b"bytes"
+
+
+def test_cached_blob_needs_no_request(open_bucket: Opener, proxy: FaultyProxy) -> None:
+    store = open_bucket(endpoint=proxy.url)
+    digest = store.put_bytes(b"bytes")
+    store.get(digest, 5)
+    proxy.clear()
+    assert open_bucket(endpoint=proxy.url).get(digest, 5).read_bytes() == b"bytes" and not proxy.requests
+
+
+class KeepingSink:
+    """A sink that keeps all bytes, through a buffer of an odd size."""
+
+    def __init__(self, size: int) -> None:
+        self.data = bytearray(size)
+        self.starts = 0
+        """Number of times that the blob was received from its first byte on."""
+        self._buffer = memoryview(bytearray(100_003))
+
+    def buffer(self, at: int) -> memoryview:
+        return self._buffer
+
+    def filled(self, at: int, data: memoryview) -> None:
+        self.starts += at == 0
+        self.data[at : at + len(data)] = data
+
+
+@pytest.mark.parametrize("into", ["sink", "buffer"])
+def test_caches_and_hashes_in_one_pass(
+    into: str, open_bucket: Opener, proxy: FaultyProxy, s3: Any, bucket: str, tmp_path: Path
+) -> None:
+    """The calling thread reads the bytes of the cached file once, while other threads fetch them.
+
+    A buffer is used for a plan with weights, which has gigabytes: a second pass would take seconds of each start.
+    """
+    data = random_bytes(1_200_000)
+    digest = sha256(data)
+    s3.put_object(Bucket=bucket, Key=f"blobs/sha256/{digest}", Body=data)
+    for requests in (5, 0):  # from the bucket, then from the cache
+        proxy.clear()
+        store = open_bucket(endpoint=proxy.url, part_bytes=256 * 2**10)
+        sink, buffer = KeepingSink(len(data)), bytearray(len(data))
+        before = bytes_read()
+        if into == "sink":
+            store.stream(digest, len(data), sink)
+        else:
+            store.read(digest, memoryview(buffer))
+        assert len(data) <= bytes_read() - before < 1.5 * len(data)
+        assert (sink.data if into == "sink" else buffer) == data
+        assert sink.starts == (into == "sink")
+        assert len(proxy.requested_ranges(digest)) == requests
+    assert (tmp_path / "cache" / "blobs" / "sha256" / digest).read_bytes() == data
+
+
+def test_read_fetches_damaged_copies_again(open_bucket: Opener, proxy: FaultyProxy) -> None:
+    """The cached copy is damaged, and so is the first copy that the bucket sends."""
+    data = random_bytes(2_500_000)
+    digest = open_bucket().put_bytes(data)
+    cached = open_bucket().get(digest, len(data))
+    cached.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    proxy.inject(Fault("corrupt", at=2_000_000))
+    buffer = bytearray(len(data))
+    open_bucket(endpoint=proxy.url).read(digest, memoryview(buffer))
+    assert buffer == data and cached.read_bytes() == data and not proxy.pending
+
+
+def test_read_hashes_a_blob_that_was_verified_before(open_bucket: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Native code reads these bytes, so a change of the file that its times do not show must be found."""
+    monkeypatch.setattr("model.store.local.fingerprint", lambda digest, status: (digest, 0, 0, 0, 0, 0))
+    monkeypatch.setattr("model.store.blob_cache.fingerprint", lambda digest, status: (digest, 0, 0, 0, 0, 0))
+    store = open_bucket()
+    digest = store.put_bytes(b"verified")
+    store.get(digest, 8).write_bytes(b"replaced")
+    assert store.get(digest, 8).read_bytes() == b"replaced", "the fingerprint shows no change"
+    buffer = bytearray(8)
+    store.read(digest, memoryview(buffer))
+    assert buffer == b"verified"
+
+
+def test_stream_fetches_a_damaged_copy_again(open_bucket: Opener, tmp_path: Path) -> None:
+    data = random_bytes(300_000)
+    digest = open_bucket().put_bytes(data)
+    cached = open_bucket().get(digest, len(data))
+    cached.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    sink = KeepingSink(len(data))
+    open_bucket().stream(digest, len(data), sink)
+    assert sink.data == data and sink.starts == 2
+    assert cached.read_bytes() == data
+
+
+def test_stream_refuses_damage_after_one_retry(open_bucket: Opener, s3: Any, bucket: str, tmp_path: Path) -> None:
+    data = random_bytes(300_000)
+    store = open_bucket()
+    digest = store.put_bytes(data)
+    s3.put_object(Bucket=bucket, Key=f"blobs/sha256/{digest}", Body=data[:-1] + bytes([data[-1] ^ 1]))
+    sink = KeepingSink(len(data))
+    with pytest.raises(CorruptBlob, match="its bytes have changed"):
+        store.stream(digest, len(data), sink)
+    assert sink.starts == 2
+    assert not file_names(tmp_path / "cache") and not file_names(tmp_path / "cache", "partial")
+
+
+def test_fetches_blobs_in_parallel(open_bucket: Opener, proxy: FaultyProxy, tmp_path: Path) -> None:
+    """Each response waits for the requests of all three blobs, so sequential requests would time out."""
+    store = open_bucket()
+    blobs = [Blob(sha256=store.put_bytes(bytes([i]) * 10), bytes=10) for i in range(3)]
+    requested: set[str] = set()
+    all_requested = threading.Event()
+
+    def wait_for_others(request: RecordedRequest) -> None:
+        requested.add(request.path)
+        if len(requested) == len(blobs):
+            all_requested.set()
+        all_requested.wait(60)
+
+    proxy.on_request = wait_for_others
+    open_bucket(endpoint=proxy.url, cache_dir=tmp_path / "other", attempts=1).fetch(blobs)
+    assert file_names(tmp_path / "other") == {blob.sha256 for blob in blobs}
+
+
+def test_missing_blob_is_named(open_bucket: Opener) -> None:
+    store = open_bucket()
+    digest = sha256(b"never put")
+    assert not store.has(digest)
+    blob = Blob(sha256=digest, bytes=9)
+    for request in (lambda: store.get(digest, 9), lambda: store.check(digest, 9), lambda: store.fetch([blob])):
+        with pytest.raises(CorruptBlob, match=rf"Blob {digest[:12]} is missing from s3://.*preheat publish"):
+            request()
+    with pytest.raises(ManifestError, match="not a SHA-256"):
+        store.get("../../etc/passwd", 9)
+
+
+@pytest.mark.parametrize(
+    "found, words", [(b"byteS", "its bytes have changed"), (b"byt", "has 3 bytes"), (b"bytes more", "has 10 bytes")]
+)
+def test_refuses_damage_in_the_bucket(
+    open_bucket: Opener, s3: Any, bucket: str, tmp_path: Path, found: bytes, words: str
+) -> None:
+    store = open_bucket()
+    digest = store.put_bytes(b"bytes")
+    s3.put_object(Bucket=bucket, Key=f"blobs/sha256/{digest}", Body=found)
+    with pytest.raises(CorruptBlob, match=words):
+        store.get(digest, 5)
+    with pytest.raises(CorruptBlob, match=words):
+        store.check(digest, 5)
+    with pytest.raises(CorruptBlob, match=words):
+        store.read(digest, memoryview(bytearray(5)))
+    assert not file_names(tmp_path / "cache") and not file_names(tmp_path / "cache", "partial")
+
+
+def test_check_ignores_the_cache(open_bucket: Opener, s3: Any, bucket: str) -> None:
+    store = open_bucket()
+    digest = store.put_bytes(b"bytes")
+    store.get(digest, 5)
+    s3.put_object(Bucket=bucket, Key=f"blobs/sha256/{digest}", Body=b"other")
+    with pytest.raises(CorruptBlob, match="changed"):
+        store.check(digest, 5)
+
+
+def test_damaged_cached_blob_is_fetched_again(open_bucket: Opener, tmp_path: Path) -> None:
+    digest = open_bucket().put_bytes(b"bytes")
+    path = open_bucket().get(digest, 5)
+    path.write_bytes(b"other")
+    assert open_bucket().get(digest, 5).read_bytes() == b"bytes"
+
+
+def test_records_are_kept_rewritten_and_listed(open_bucket: Opener) -> None:
+    store = open_bucket("pre")
+    assert store.read_record("drafts", "x") is None and store.records("drafts") == []
+    store.write_record("drafts", "x", b"one")
+    store.write_record("drafts", "x", b"two")
+    store.write_record("engines", "y", b"")
+    assert store.read_record("drafts", "x") == b"two" and store.read_record("engines", "y") == b""
+    assert store.records("drafts") == ["x"] and store.records("engines") == ["y"]
+    with pytest.raises(StoreError, match="not a valid name for a record"):
+        store.write_record("drafts", "../x", b"")
+
+
+def test_prefixes_of_a_bucket_are_separate_stores(open_bucket: Opener) -> None:
+    one, other = open_bucket("a"), open_bucket("a/b")
+    digest = one.put_bytes(b"bytes")
+    one.write_release(releases.draft_release(one))
+    assert not other.has(digest) and other.releases() == [] and one.releases() == [releases.RELEASE_NAME]
+
+
+def test_lists_releases_of_several_pages(open_bucket: Opener, s3: Any, bucket: str) -> None:
+    names = [f"toy/{i}" for i in range(2 * PAGE_KEYS)]
+    for name in names:
+        s3.put_object(Bucket=bucket, Key=f"releases/{name}.json", Body=b"")
+    for other in ("releases/README.json", "releases/a/b/c.json", "releases/toy/x.txt", "releases/toy/.json"):
+        s3.put_object(Bucket=bucket, Key=other, Body=b"")
+    assert s3.list_objects_v2(Bucket=bucket, MaxKeys=1000)["KeyCount"] == PAGE_KEYS
+    assert open_bucket().releases() == sorted(names)
+
+
+# -- releases -----------------------------------------------------------------------------------------------------
+
+
+def test_release_is_written_once(open_bucket: Opener) -> None:
+    store = open_bucket()
+    manifest = releases.draft_release(store)
+    store.write_release(manifest)
+    assert open_bucket().read_release(releases.RELEASE_NAME) == manifest
+    with pytest.raises(ReleaseExists, match="toy/1 is already published"):
+        open_bucket().write_release(manifest)
+    with pytest.raises(ReleaseNotFound, match=r"Release toy/2 was not found in s3://\S+\. Available: toy/1\."):
+        store.read_release("toy/2")
+
+
+def test_refuses_release_with_bad_blob(open_bucket: Opener, s3: Any, bucket: str) -> None:
+    store = open_bucket()
+    manifest = releases.draft_release(store)
+    digest = manifest.weights[2].blobs[0].sha256
+    key = f"blobs/sha256/{digest}"
+    s3.put_object(Bucket=bucket, Key=key, Body=b"short")
+    with pytest.raises(CorruptBlob, match="has 5 bytes instead of"):
+        store.write_release(manifest)
+    s3.delete_object(Bucket=bucket, Key=key)
+    with pytest.raises(CorruptBlob, match=f"Blob {digest[:12]} is missing"):
+        store.write_release(manifest)
+    assert store.releases() == []
+
+
+def test_publisher_with_lost_answer_wins(open_bucket: Opener, proxy: FaultyProxy) -> None:
+    """botocore repeats the request, which then finds the name taken by itself."""
+    store = open_bucket(endpoint=proxy.url)
+    manifest = releases.draft_release(store)
+    proxy.inject(Fault("drop_answer", method="PUT", path="/releases/"))
+    store.write_release(manifest)
+    puts = [request for request in proxy.requests if request.method == "PUT" and "/releases/" in request.path]
+    assert not proxy.pending and len(puts) == 2
+    with pytest.raises(ReleaseExists):
+        store.write_release(manifest)
+
+
+def test_publishers_of_one_content_at_the_same_time(open_bucket: Opener) -> None:
+    store = open_bucket()
+    answers = releases.publish_at_once(store, [releases.draft_release(store)] * 4, "")
+    assert sorted(answers) == ["published"] + 3 * ["unchanged"] and store.releases() == ["toy/1"]
+
+
+PUBLISH = """
+    import sys
+    from pathlib import Path
+    from model.errors import ReleaseExists
+    from engine_builder.stores.store import open_writable_store
+    from model.settings import read_settings
+    from model.store.manifest import Manifest
+
+    url, draft, versions, publisher = sys.argv[1:]
+    store = open_writable_store(url, read_settings().store_options())
+    manifest = Manifest.model_validate_json(Path(draft).read_bytes())
+    store.releases()
+    print("ready", flush=True)
+    sys.stdin.readline()
+    for version in versions.split():
+        try:
+            store.write_release(manifest.model_copy(update={"version": version, "created": publisher}))
+            print(version)
+        except ReleaseExists:
+            pass
+"""
+
+
+def test_exactly_one_racing_publisher_wins(
+    open_bucket: Opener, object_store: ObjectStore, bucket: str, tmp_path: Path
+) -> None:
+    store = open_bucket()
+    draft = tmp_path / "draft.json"
+    draft.write_bytes(releases.draft_release(store).to_json())
+    versions = " ".join(map(str, range(12)))
+    environment = object_store.environment | {"PREHEAT_CACHE_DIR": str(tmp_path / "publishers")}
+    publishers = {
+        name: python(PUBLISH, f"s3://{bucket}", draft, versions, name, environment=environment) for name in "ab"
+    }
+    for publisher in publishers.values():
+        assert publisher.stdout is not None and publisher.stdout.readline() == "ready\n", publisher.communicate()[1]
+    for publisher in publishers.values():
+        assert publisher.stdin is not None
+        publisher.stdin.write("go\n")
+        publisher.stdin.flush()
+    published = {name: finish(publisher).split() for name, publisher in publishers.items()}
+    assert sorted(version for own in published.values() for version in own) == sorted(versions.split())
+    for name, own in published.items():
+        for version in own:
+            assert store.read_release(f"toy/{version}").created == name
+
+
+# -- requests and URLs --------------------------------------------------------------------------------------------
+
+
+def test_failed_upload_leaves_nothing(open_bucket: Opener, s3: Any, bucket: str, proxy: FaultyProxy) -> None:
+    store = open_bucket(endpoint=proxy.url, attempts=2)
+    proxy.inject(Fault("status", times=99, status=500, code="InternalError", method="PUT", path="partNumber=2"))
+    with pytest.raises(StoreError, match=r"fails, also after several tries \(500 InternalError\)"):
+        store.put_bytes(random_bytes(2 * UPLOAD_PART_BYTES))
+    assert s3.list_objects_v2(Bucket=bucket)["KeyCount"] == 0
+    assert not s3.list_multipart_uploads(Bucket=bucket).get("Uploads")
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://", "s3:///x", "s3://UPPER", "s3://b", "s3://bucket?x", "s3://bucket/a/../b", "s3://bucket/a//b"]
+)
+def test_refuses_invalid_bucket_url(url: str) -> None:
+    with pytest.raises(StoreError, match="is not the URL of a bucket. Give s3://bucket"):
+        split_url(url)
+
+
+def test_splits_url() -> None:
+    assert split_url("s3://bucket") == split_url("s3://bucket/") == ("bucket", "")
+    assert split_url("s3://my.bucket-1/a/b/") == ("my.bucket-1", "a/b")
+
+
+def test_local_store_does_not_import_boto3(tmp_path: Path) -> None:
+    script = """
+        import sys
+        from engine_builder.stores.store import open_writable_store
+        from model.store.store import open_store
+
+        open_store(sys.argv[1]), open_writable_store(sys.argv[1])
+        print(sys.modules.keys() & {"boto3", "torch", "numpy"})
+    """
+    assert finish(python(script, tmp_path)) == "set()\n"
+
+
+def test_gateway_checks_content_md5(object_store: ObjectStore, bucket: str, s3: Any) -> None:
+    """The store relies on this: the gateway refuses a body that does not match its Content-MD5, over plain HTTP too."""
+    url = s3.generate_presigned_url(
+        "put_object", {"Bucket": bucket, "Key": "x", "ContentMD5": "1B2M2Y8AsgTpgAmY7PhCfg=="}
+    )
+    connection = http.client.HTTPConnection(object_store.url.removeprefix("http://"))
+    connection.request("PUT", url.removeprefix(object_store.url), b"other", {"Content-MD5": "1B2M2Y8AsgTpgAmY7PhCfg=="})
+    assert connection.getresponse().status == 400
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    "answer, fits",
+    [
+        ({"ETag": '"5d41402abc4b2a76b9719d911017c592"'}, True),
+        ({"ETag": '"00000000000000000000000000000000"'}, False),
+        ({"ETag": '"00000000000000000000000000000000"', "ServerSideEncryption": "AES256"}, False),
+        ({"ETag": '"00000000000000000000000000000000"', "ServerSideEncryption": "aws:kms"}, True),
+        ({"ETag": '"00000000000000000000000000000000"', "SSECustomerAlgorithm": "AES256"}, True),
+        ({"ETag": '"00000000000000000000000000000000-2"'}, True),
+    ],
+)
+def test_etag_is_md5_unless_encrypted_with_own_keys(answer: dict[str, str], fits: bool) -> None:
+    assert fits_etag(b"hello", answer) is fits

@@ -1,0 +1,363 @@
+"""Signatures: trusted releases load, others are refused. The commands that create and show signatures."""
+
+import base64
+import json
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from typer.testing import CliRunner
+
+from engine_builder.commands import main as cli
+from engine_builder.releases import signing
+from engine_builder.releases.mirror import copy_release
+from engine_builder.releases.publish import publish
+from engine_builder.stores.local import WritableLocalStore
+from model.errors import ConfigError, EngineError, PreheatError, UntrustedRelease
+from model.model import Model
+from model.settings import read_settings
+from model.store.manifest import SCHEMA_VERSION, Manifest
+from model.store.manifest_json import parse_manifest
+from model.store.signature import PublicKey, check_signature
+from tests.model.store.processes import finish, python
+from tests.support import releases
+from tests.support.releases import RELEASE_NAME
+
+Entries = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("keys") / "key.pem"
+    signing.write_key(path)
+    return path
+
+
+@pytest.fixture
+def public(key_file: Path) -> PublicKey:
+    return signing.public_key(signing.read_key(key_file))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> WritableLocalStore:
+    """A store with a draft of the toy, as after a build, and no release."""
+    store = WritableLocalStore(tmp_path / "store")
+    draft = releases.draft_release(store).model_copy(update={"version": "draft", "builder": {"source": "1"}})
+    store.write_record("drafts", "toy.cpu.fp32", draft.to_json())
+    return store
+
+
+@pytest.fixture
+def signed(store: WritableLocalStore, key_file: Path) -> Manifest:
+    return publish(store, "toy", signing.read_key(key_file))[0]
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    """Run a `preheat` command. Returns its exit status and its output or error."""
+    result = CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+    if isinstance(result.exception, PreheatError):
+        return 1, str(result.exception)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+# -- signing ------------------------------------------------------------------------------------------------------
+
+
+def test_signature_survives_writing_and_copying(
+    store: WritableLocalStore, signed: Manifest, public: PublicKey, tmp_path: Path
+) -> None:
+    assert signed.signature is not None and signed.signature.key_id == public.key_id
+    read = store.read_release(RELEASE_NAME)
+    check_signature(read, [public])
+    copied, _ = copy_release(store, WritableLocalStore(tmp_path / "other"), RELEASE_NAME)
+    check_signature(WritableLocalStore(tmp_path / "other").read_release(RELEASE_NAME), [public])
+    assert copied == read == signed
+
+
+def test_signature_ignores_json_formatting(signed: Manifest, public: PublicKey) -> None:
+    entries = json.loads(signed.to_json())
+    shuffled = json.dumps(dict(reversed(entries.items())), indent=5).encode()
+    check_signature(parse_manifest(shuffled, RELEASE_NAME), [public])
+
+
+def test_unsigned_manifest_has_no_signature_entry(store: WritableLocalStore) -> None:
+    manifest, _ = publish(store, "toy")
+    assert "signature" not in json.loads(manifest.to_json())
+    check_signature(store.read_release(RELEASE_NAME), [])
+
+
+def test_one_of_several_trusted_keys_suffices(signed: Manifest, public: PublicKey, tmp_path: Path) -> None:
+    check_signature(signed, [signing.write_key(tmp_path / "new.pem"), public])
+
+
+def test_signature_is_ed25519_of_canonical_json(signed: Manifest, public: PublicKey) -> None:
+    """This test verifies it without Preheat's code, as another program would."""
+    entries = json.loads(signed.to_json())
+    signature = entries.pop("signature")
+    canonical = json.dumps(entries, sort_keys=True, separators=(",", ":")).encode()
+    Ed25519PublicKey.from_public_bytes(public.raw).verify(
+        base64.b64decode(signature["ed25519"]), b"preheat release\n" + canonical
+    )
+
+
+def set_entry(path: str, value: object) -> Callable[[Entries], None]:
+    def edit(entries: Entries) -> None:
+        *parents, last = path.split(".")
+        node: Any = entries
+        for key in parents:
+            node = node[int(key) if key.isdigit() else key]
+        assert node[last] != value
+        node[last] = value
+
+    return edit
+
+
+EDITS = {
+    "an engine": set_entry("engines.0.blob.sha256", "0" * 64),
+    "a size": set_entry("weights.0.blobs.0.bytes", 7),
+    "a default": set_entry("defaults.num_inference_steps", 5),
+    "a date": set_entry("created", "2027-01-01T00:00:00+00:00"),
+    "a target": set_entry("engines.0.target", "cpu-x86_64_v1-torch2.13"),
+    "a note": lambda entries: entries["builder"].update(surprise=""),
+    "a missing default": lambda entries: entries["engines"][0]["bucket"]["rows"].pop("multiple"),
+    "a missing record": lambda entries: entries["engines"].pop(),
+    "the order": lambda entries: entries["weights"].reverse(),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_refuses_every_change_after_signing(
+    signed: Manifest, public: PublicKey, edit: Callable[[Entries], None]
+) -> None:
+    entries = json.loads(signed.to_json())
+    edit(entries)
+    with pytest.raises(UntrustedRelease, match="toy/1 does not match this manifest.*changed after signing.*--sign"):
+        check_signature(parse_manifest(json.dumps(entries).encode(), RELEASE_NAME), [public])
+
+
+def test_refuses_unsigned_release_with_a_trusted_key(store: WritableLocalStore, public: PublicKey) -> None:
+    manifest, _ = publish(store, "toy")
+    with pytest.raises(UntrustedRelease, match=f"toy/1 is not signed.*signed by {public.key_id}.*--sign KEYFILE"):
+        check_signature(manifest, [public])
+
+
+def test_refuses_signature_of_another_key(signed: Manifest, tmp_path: Path) -> None:
+    other = signing.write_key(tmp_path / "other.pem")
+    assert signed.signature is not None
+    words = f"is signed by {signed.signature.key_id}. .*only .*{other.key_id}.*PREHEAT_PUBLIC_KEY"
+    with pytest.raises(UntrustedRelease, match=words):
+        check_signature(signed, [other])
+
+
+# -- publishing ---------------------------------------------------------------------------------------------------
+
+
+def test_publishes_again_only_for_a_missing_signature(
+    store: WritableLocalStore, key_file: Path, tmp_path: Path
+) -> None:
+    key = signing.read_key(key_file)
+    assert publish(store, "toy")[0].name == "toy/1"
+    assert publish(store, "toy", key)[0].name == "toy/2"
+    assert publish(store, "toy", key)[1] is False
+    assert publish(store, "toy")[1] is False, "a signature that was not requested makes no difference"
+    signing.write_key(tmp_path / "other.pem")
+    assert publish(store, "toy", signing.read_key(tmp_path / "other.pem"))[0].name == "toy/3"
+
+
+def test_key_is_written_once_and_private(tmp_path: Path) -> None:
+    path = tmp_path / "key.pem"
+    code, output = run("keygen", path)
+    assert code == 0 and stat.S_IMODE(path.stat().st_mode) == 0o600
+    line = next(line for line in output.splitlines() if line.startswith("public_key: "))
+    public = PublicKey.parse(line.removeprefix("public_key: "))
+    assert public == signing.public_key(signing.read_key(path))
+    before = path.read_bytes()
+    assert b"PRIVATE KEY" in before and "PRIVATE KEY" not in output
+    code, output = run("keygen", path)
+    assert code == 1 and "exists, and releases may be signed with it. Name another file." in output
+    assert path.read_bytes() == before
+
+
+def pem(key: Any, encryption: Any) -> bytes:
+    data = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, encryption)
+    assert isinstance(data, bytes)
+    return data
+
+
+# Made for this test with `openssl ecparam -name secp112r1 -genkey`. cryptography does not support the curve.
+UNSUPPORTED_CURVE = b"""-----BEGIN PRIVATE KEY-----
+ME4CAQAwEAYHKoZIzj0CAQYFK4EEAAYENzA1AgEBBA7U6yUGtmp4V0xTPQ4//qEg
+Ax4ABA8tdcw/HxBGSaiiqaA20t3SFqWHsSATpxp/JyY=
+-----END PRIVATE KEY-----
+"""
+
+INVALID_KEYS = {
+    "missing file": None,
+    "empty": b"",
+    "no PEM": b"key",
+    "short": b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n",
+    "another algorithm": pem(ec.generate_private_key(ec.SECP256R1()), serialization.NoEncryption()),
+    "unsupported curve": UNSUPPORTED_CURVE,
+    "encrypted": pem(Ed25519PrivateKey.generate(), serialization.BestAvailableEncryption(b"secret")),
+}
+
+
+@pytest.mark.parametrize("data", INVALID_KEYS.values(), ids=INVALID_KEYS)
+def test_refuses_invalid_private_key(store: WritableLocalStore, tmp_path: Path, data: bytes | None) -> None:
+    path = tmp_path / "bad.pem"
+    if data is not None:
+        path.write_bytes(data)
+    code, output = run("publish", "toy", "--store", store.root, "--sign", path)
+    assert code == 1 and str(path) in output and "preheat keygen" in output
+    assert store.releases() == []
+
+
+def test_commands_name_the_signer(
+    store: WritableLocalStore, key_file: Path, public: PublicKey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, output = run("publish", "toy", "--store", store.root, "--sign", key_file)
+    assert code == 0 and f"signed by {public.key_id}" in output.replace("\n", " ")
+    assert run("publish", "toy/unsigned", "--store", store.root)[0] == 0
+    code, output = run("verify", "toy/1", "--store", store.root)
+    assert code == 0 and f"toy/1 is signed by {public.key_id} (not checked: give --public-key)" in output
+    code, output = run("verify", "toy/1", "--store", store.root, "--public-key", public)
+    assert code == 0 and f"toy/1 is signed by {public.key_id}\n" in output
+    code, output = run("verify", "--store", store.root, "--public-key", public)
+    assert code == 1
+    assert "untrusted Release toy/unsigned is not signed" in output and "blobs of 2 releases are" in output
+    other = signing.write_key(tmp_path / "other.pem")
+    code, output = run("verify", "toy/1", "--store", store.root, "--public-key", other)
+    assert code == 1
+    assert f"is signed by {public.key_id}. This deployment loads only releases signed by {other.key_id}." in output
+    code, output = run("verify", "toy/1", "--store", store.root, "--public-key", "ed25519:no")
+    assert code == 1 and "'ed25519:no' is not a public key. Give the line that" in output
+    monkeypatch.setenv("PREHEAT_PUBLIC_KEY", str(public))
+    assert run("verify", "toy/1", "--store", store.root)[0] == 0
+    code, _ = run("verify", "toy/1", "--store", store.root, "--public-key", other)
+    assert code == 1, "the option takes precedence over the environment"
+
+
+def test_narrow_terminal_truncates_no_release(store: WritableLocalStore, key_file: Path, public: PublicKey) -> None:
+    name = "toy/a-version-with-a-very-long-name"
+    assert run("publish", name, "--store", store.root, "--sign", key_file)[0] == 0
+    script = "from engine_builder.commands.main import main; main()"
+    output = finish(python(script, "releases", "--store", store.root, environment={"COLUMNS": "30"}))
+    listed, about, *targets = output.splitlines()
+    manifest = store.read_release(name)
+    assert listed == name and targets == [f"    {target}" for target in manifest.targets]
+    assert manifest.created[:10] in about and f"signed by {public.key_id}" in about
+    assert f"fp32, {len(manifest.components)} components" in about
+
+
+def test_unreadable_release_hides_no_other(store: WritableLocalStore) -> None:
+    assert run("publish", "toy/good", "--store", store.root)[0] == 0
+    newer = store.root / "releases" / "toy" / "newer.json"
+    manifest = json.loads((newer.parent / "good.json").read_text())
+    newer.write_text(json.dumps(manifest | {"schema_version": SCHEMA_VERSION + 1}))
+    for command in ("releases", "verify"):
+        code, output = run(command, "--store", store.root)
+        assert code == 1
+        assert "toy/good" in output and "unreadable " in output and "toy/newer" in output
+    assert "blobs of 1 release are intact" in output
+    newer.unlink()
+    assert run("releases", "--store", store.root)[0] == run("verify", "--store", store.root)[0] == 0
+
+
+def test_dangling_link_hides_no_other_release(store: WritableLocalStore) -> None:
+    assert run("publish", "toy/1", "--store", store.root)[0] == 0
+    link = store.root / "releases" / "other" / "1.json"
+    link.parent.mkdir()
+    link.symlink_to(store.root / "unmounted" / "1.json")
+    for command, shown in (("releases", "components"), ("verify", "blobs of 1 release are intact")):
+        code, output = run(command, "--store", store.root)
+        assert code == 1 and "toy/1" in output and shown in output
+        assert "unreadable Release other/1 cannot be read" in output and "is a link to a missing file" in output
+    for command in (("verify", "other/1"), ("gc", "--delete")):
+        code, output = run(*command, "--store", store.root)
+        assert code == 1 and output.startswith("Release other/1 cannot be read")
+
+
+def test_control_codes_of_a_manifest_are_not_printed(store: WritableLocalStore) -> None:
+    manifest = releases.draft_release(store).model_copy(update={"created": "\x1b[31m2026"})
+    store.write_release(manifest)
+    code, output = run("releases", "--store", store.root)
+    assert code == 0 and "\x1b" not in output and "\N{REPLACEMENT CHARACTER}[31m2026" in output
+
+
+# -- the key in the config ----------------------------------------------------------------------------------------
+
+
+def test_environment_key_overrides_config_key(
+    public: PublicKey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PREHEAT_PUBLIC_KEY", raising=False)
+    other = signing.write_key(tmp_path / "other.pem")
+    for empty in ("", None, []):
+        assert read_settings().public_key == read_settings({"public_key": empty}).public_key == []
+    assert read_settings({"public_key": str(public)}).public_key == [public]
+    assert read_settings({"public_key": [str(public), str(other)]}).public_key == [public, other]
+    assert read_settings({"public_key": f"{public}, {other}"}).public_key == [public, other]
+    monkeypatch.setenv("PREHEAT_PUBLIC_KEY", str(other))
+    assert read_settings({"public_key": str(public)}).public_key == [other]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        " ", ",", "ed25519:", "ed25519:AAAA", "AAAA", False, 0, 7, {}, [""], [None],
+        "ed25519:" + base64.b64encode(bytes(33)).decode(), "ed25519:" + "*" * 44, "x" * 10_000,
+    ],
+)  # fmt: skip
+def test_refuses_invalid_public_key(value: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PREHEAT_PUBLIC_KEY", raising=False)
+    with pytest.raises(ConfigError, match="is not a public key. Give the line that `preheat keygen` prints") as caught:
+        read_settings({"public_key": value})
+    assert len(str(caught.value)) < 400
+
+
+_PRIME = 2**255 - 19
+_ORDER_8 = int.from_bytes(bytes.fromhex("26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05"), "little")
+
+
+@pytest.mark.parametrize("sign", [0, 2**255])
+@pytest.mark.parametrize("y", [0, 1, _PRIME - 1, _PRIME, _PRIME + 1, _ORDER_8, _PRIME - _ORDER_8])
+def test_refuses_public_key_of_small_order(y: int, sign: int) -> None:
+    raw = (y + sign).to_bytes(32, "little")
+    with pytest.raises(ConfigError, match="small order"):
+        PublicKey.parse(str(PublicKey(raw)))
+
+
+def test_small_order_key_accepts_a_forged_signature() -> None:
+    """The reason for the refusal: the library accepts R = identity and S = 0 for many messages."""
+    key = Ed25519PublicKey.from_public_bytes((1).to_bytes(32, "little"))
+    key.verify((1).to_bytes(32, "little") + bytes(32), b"any message")
+
+
+def test_server_with_key_loads_only_signed_releases(
+    store: WritableLocalStore, key_file: Path, public: PublicKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PREHEAT_PUBLIC_KEY", "PREHEAT_STORE", "PREHEAT_RELEASE"):
+        monkeypatch.delenv(name, raising=False)
+    publish(store, "toy/unsigned")
+    publish(store, "toy/signed", signing.read_key(key_file))
+
+    def load_error(release: str, **settings: object) -> type[BaseException]:
+        section = {"store": store.url, "release": release} | settings
+        with pytest.raises(PreheatError) as caught:
+            Model(config={"model_metadata": {"preheat": section}}).load()
+        return type(caught.value)
+
+    # A trusted release fails later, when its fake engine is opened.
+    assert load_error("toy/unsigned") is load_error("toy/signed", public_key=str(public)) is EngineError
+    assert load_error("toy/unsigned", public_key=str(public)) is UntrustedRelease
+    monkeypatch.setenv("PREHEAT_PUBLIC_KEY", str(public))
+    assert load_error("toy/unsigned") is UntrustedRelease
+    for blob in (store.root / "blobs" / "sha256").iterdir():
+        blob.unlink()
+    assert load_error("toy/unsigned") is UntrustedRelease, "before any blob is read"

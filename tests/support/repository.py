@@ -1,0 +1,6 @@
+"""Folders of this repository."""
+
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MODEL_FOLDER = REPOSITORY / "data" / "tiny-sdxl"
