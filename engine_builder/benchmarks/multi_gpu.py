@@ -9,7 +9,7 @@ The share's step is measured on one GPU, as the step of a request whose batch ha
 all-gather is measured alone. On a GPU it is part of the step's CUDA graph, and a rank waits in it for the slowest.
 
 With bands the share's step is divided by their number, and what the bands exchange is left out. So the prediction is an
-upper limit; `engine_builder.benchmarks.band_exchange` counts the exchanges.
+upper limit.
 """
 
 import time

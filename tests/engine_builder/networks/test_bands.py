@@ -1,6 +1,5 @@
 """UNets that compute bands of an image: run together, they compute what the whole UNet computes."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor
 
 from engine_builder.backends.aot_inductor.compile import build_target, engine_key, example_inputs, static_bucket
-from engine_builder.benchmarks.band_exchange import count_exchanges
 from engine_builder.building.band_engine import BandEngine
 from engine_builder.building.build_plan import BuildPlan, Size, SizesRefused
 from engine_builder.building.eager_engine import EagerEngine
@@ -159,15 +157,6 @@ def test_only_sizes_that_can_be_divided_are_built(toy_plan: BuildPlan) -> None:
     plan = replace(toy_plan, sizes=(Size(1, 64, 64), Size(1, odd, 64)), bands=(2,))
     [bucket] = plan.buckets_of(plan.load("unet_2_bands", ModuleReader()))
     assert bucket.height is not None and bucket.height.max == 64
-
-
-def test_counts_what_bands_exchange() -> None:
-    """The tiny UNet: exchanges depend on the layers only, and what a rank receives on the other bands."""
-    two, four = (count_exchanges(Checkpoint(MODEL_FOLDER), bands, 1, 256, 256) for bands in (2, 4))
-    assert two.calls == four.calls and two.calls["neighbour_rows"] == 28 and two.count == 66
-    assert two.received < four.received < 3 * two.received
-    assert two.step_ms(8.0, 0.0, math.inf) == 4.0
-    assert two.step_ms(8.0, 10.0, 1e-3) == pytest.approx(4.0 + 0.66 + two.received / 1e3)
 
 
 def test_bands_beyond_the_sides_of_dynamic_engines_are_refused() -> None:

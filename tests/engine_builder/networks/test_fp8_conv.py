@@ -1,6 +1,5 @@
 """Convolutions in FP8: the arithmetic, the policy, networks, keys and reports. The CPU convolves the same numbers."""
 
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,17 +8,6 @@ from torch import nn
 
 from engine_builder.backends.aot_inductor.compile import build_target, dynamic_bucket, engine_key
 from engine_builder.backends.onnx.export import graph_key
-from engine_builder.benchmarks.choices import Failures, time_choices
-from engine_builder.benchmarks.fp8_convolutions import (
-    ConvShape,
-    ConvTimes,
-    compile_module,
-    measure_all,
-    network_convolutions,
-    report,
-    rows_of,
-)
-from engine_builder.benchmarks.rows import read_rows
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.networks import blocks
 from engine_builder.networks.fp8_conv import QuantizedConv, can_quantize_conv, quantize_conv
@@ -288,114 +276,3 @@ def test_report_times_convolutions_of_different_strides(inputs: dict[str, torch.
     assert all(
         milliseconds > 0 for milliseconds in time_products(quantize_conv(nn.Conv2d(16, 16, 3), 1.0), (1, 16, 4, 4))
     )
-
-
-# -- the benchmark ---------------------------------------------------------------------------------------------------
-
-
-def test_benchmark_has_every_convolution_of_a_step() -> None:
-    """Of SDXL, by the operations that its architecture has: 38 of its convolutions, the widest with Winograd's."""
-    found = network_convolutions("unet", 1024, 832)
-    names = [name for layers in found.values() for name in layers]
-    assert len(names) == len(set(names)) == 38 and not any(".conv_shortcut" in name for name in names)
-    by_name = {name: shape for shape, layers in found.items() for name in layers}
-    wide = by_name["up_blocks.0.resnets.0.conv1"]
-    assert (wide.channels_in, wide.channels_out, wide.height, wide.width) == (2560, 1280, 32, 26)
-    assert wide.uses_winograd and wide.in_resnet and (wide.adds_bias, wide.adds_residual) == (True, False)
-    second = by_name["up_blocks.0.resnets.0.conv2"]
-    assert (second.adds_bias, second.adds_residual) == (False, True)
-    assert wide.gigaflops == pytest.approx(2 * 9 * 2560 * 1280 * 32 * 26 / 1e9)
-    phases, down = by_name["up_blocks.0.upsamplers.0.phases"], by_name["down_blocks.0.downsamplers.0.conv"]
-    assert (phases.kernel, phases.output_sizes) == (2, (33, 27)) and not phases.in_resnet
-    assert (down.stride, down.output_sizes, down.uses_winograd) == (2, (64, 52), False)
-
-
-def test_benchmark_has_every_convolution_of_the_vae_decoder() -> None:
-    """Two of each of its 14 ResNet blocks, and those of its upsamplers."""
-    found = network_convolutions("vae_decoder", 1024, 832)
-    by_name = {name: shape for shape, layers in found.items() for name in layers}
-    assert len(by_name) == sum(len(layers) for layers in found.values()) == 31
-    first, last = (by_name[f"decoder.up_blocks.3.resnets.{number}"] for number in ("0.conv1", "2.conv2"))
-    assert (first.channels_in, first.channels_out, first.height, first.width) == (256, 128, 1024, 832)
-    assert (last.adds_bias, last.adds_residual) == (False, True)
-    phases = by_name["decoder.up_blocks.2.upsamplers.0.phases"]
-    assert (phases.channels_out, phases.kernel, phases.output_sizes) == (1024, 2, (513, 417))
-    assert not any(shape.adds_bias or shape.uses_winograd for shape in found)
-
-
-def test_benchmark_compiles_one_graph_of_each_form() -> None:
-    """Forms read ContextVars, on which torch.compile's own tracing divides a graph."""
-
-    class Form(nn.Module):
-        def __init__(self, conv: nn.Module) -> None:
-            super().__init__()
-            self.norm, self.conv = nn.GroupNorm(4, 16), conv
-
-        def forward(self, hidden: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            return blocks.norm_silu_conv(self.norm, self.conv, hidden, bias)
-
-    conv, hidden = nn.Conv2d(16, 16, 3, padding=1), torch.randn(1, 16, 4, 4)
-    with torch.no_grad():
-        for layer in (conv, quantize_conv(conv, 4.0)):
-            for bias in (None, torch.randn(1, 16)):
-                form = Form(layer)
-                torch.testing.assert_close(compile_module(form, (hidden, bias), "eager")(), form(hidden, bias))
-
-
-def test_choices_that_fail_are_left_out_and_named_once(capsys: pytest.CaptureFixture[str]) -> None:
-    def fail() -> None:
-        raise RuntimeError("too little shared memory\nmore")
-
-    failures = Failures()
-    for _ in range(2):
-        times = time_choices({"good": [lambda: 1], "bad": [fail]}, lambda works: [work() for work in works], failures)
-        assert times == {"good": [1]}
-    assert capsys.readouterr().out == "bad failed: RuntimeError: too little shared memory\n"
-
-
-def test_benchmark_names_the_layers_that_fp8_makes_slower() -> None:
-    shape = ConvShape(64, 64, 8, 8, 3, 1, 1, True, True, False, uses_winograd=False)
-    tiles = {"small": [40.0], "large": [30.0]}
-    times = [
-        ConvTimes(shape, ("a.conv1", "b.conv1"), [60.0], None, tiles, [80.0], [50.0], 1e-4),
-        ConvTimes(shape, ("a.conv2",), [60.0], [30.0], tiles, [40.0], [50.0], 1e-4),
-        ConvTimes(shape, ("b.conv2",), [60.0], [30.0], tiles, [40.0], [32.0], 1e-4),
-    ]
-    printed = report(times, batch=2, whole=[900.0])
-    sums = "240 in fp16, 182 in FP8, 172 with the faster of each"
-    assert f"all layers, us: {sums}" in printed
-    assert [line.split()[-3:] for line in printed.splitlines()[1:3]] == [
-        ["40.0", "50.0", "0.80"],
-        ["40.0", "32.0", "1.25"],
-    ]
-    assert "the whole network, us: 900 in fp16" in printed and "whole" not in report(times, batch=2)
-    assert printed.splitlines()[-2:] == ["slower in FP8:", '    "a.conv2",']
-    assert "large" in printed and "small" not in printed
-    rows = rows_of(times, batch=2)
-    found = [(row.case, row.precision, row.value) for row in rows]
-    assert found[:3] == [(str(shape), "float16", 80.0), (str(shape), "fp8", 50.0), (str(shape), "float16", 40.0)]
-    assert rows[1].extra["alone_by_tiles"] == {"small": 40.0, "large": 30.0}
-
-
-def test_benchmark_stores_each_shape_before_the_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Shapes that fail are left out, and a run that is stopped keeps those that it has measured."""
-    sizes = (8, 16, 32, 64)
-    shapes = {ConvShape(64, 64, size, 8, 3, 1, 1, True, True, False, False): ("a.conv1",) for size in sizes}
-    out, stored = tmp_path / "rows.json", []
-
-    def measure_shape(shape: ConvShape, layers: tuple[str, ...]) -> ConvTimes:
-        stored.append(len(read_rows(out)) if out.exists() else 0)
-        if shape.height == 16:
-            raise RuntimeError("too little shared memory")
-        if shape.height == 64:
-            raise KeyboardInterrupt
-        return ConvTimes(shape, layers, [60.0], None, {"small": [40.0]}, [80.0], [50.0], 1e-4)
-
-    with pytest.raises(KeyboardInterrupt):
-        measure_all(shapes, measure_shape, 2, out, Failures())
-    assert stored == [0, 2, 2, 4]
-    first, last = list(shapes)[0], list(shapes)[2]
-    assert [(row.case, row.value) for row in read_rows(out)] == [
-        (str(shape), value) for shape in (first, last) for value in (80.0, 50.0)
-    ]
-    assert "failed: RuntimeError: too little shared memory" in capsys.readouterr().out

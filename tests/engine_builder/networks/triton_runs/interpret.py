@@ -4,10 +4,8 @@ Prints JSON: `errors`, relative errors by norm of each case, and `types` of the 
 time.
 """
 
-import io
 import json
 from collections import Counter
-from contextlib import redirect_stdout
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -17,8 +15,6 @@ import torch
 from torch import Tensor, library, nn
 from triton.runtime import interpreter
 
-from engine_builder.benchmarks import fp8_convolutions
-from engine_builder.benchmarks.choices import Failures
 from engine_builder.networks import blocks, fp8_conv_kernels, fp8_norm_kernels, int8_kernels, kernels, winograd
 from engine_builder.networks.fp8_conv import quantize_conv
 from engine_builder.networks.low_rank_linear import LowRankLinear, LowRankVectors
@@ -284,54 +280,6 @@ def run_norm_in_blocks() -> None:
             blocks.has_half_kernels = has_half_kernels
 
 
-def run_benchmark() -> None:
-    """The benchmark of FP8 convolutions runs each of its forms, on shapes of each kind."""
-    tiles = dict(list(fp8_convolutions.candidate_tiles().items())[-2:])
-    fp8_convolutions._SETS = 1
-    for shape in (
-        fp8_convolutions.ConvShape(64, 128, 6, 4, 3, 1, 1, True, True, False, uses_winograd=True),
-        fp8_convolutions.ConvShape(64, 64, 6, 4, 3, 1, 1, True, False, True, uses_winograd=False),
-        fp8_convolutions.ConvShape(64, 64, 6, 4, 3, 2, 1, False, False, False, uses_winograd=False),
-    ):
-        calls: list[int] = []
-
-        def count(works: Any, calls: list[int] = calls) -> list[float]:
-            calls.append(len([work() for work in works]))
-            return [1.0]
-
-        times = fp8_convolutions.measure(shape, ("a layer",), 2, "cpu", count, tiles, Failures())
-        assert calls == [1] * (5 + shape.uses_winograd) and times.by_tiles.keys() == tiles.keys()
-        errors[f"benchmark, {shape}"] = times.error
-    check_wrong_tiles(shape, tiles)
-
-
-def check_wrong_tiles(shape: fp8_convolutions.ConvShape, tiles: dict[str, Any]) -> None:
-    """The benchmark leaves out tiles whose result is wrong, and fails if that of engines' tiles is."""
-    right, wrong = tiles
-    run = fp8_conv_kernels.run_fp8_conv
-
-    def measure(is_wrong: Any) -> str:
-        def run_or_fail(*arguments: Any, **named: Any) -> Tensor:
-            given = arguments[10] if len(arguments) > 10 else named.get("tiles")
-            return run(*arguments, **named) * (1.1 if is_wrong(given) else 1)
-
-        printed = io.StringIO()
-        with mock.patch.object(fp8_conv_kernels, "run_fp8_conv", run_or_fail), redirect_stdout(printed):
-            times = fp8_convolutions.measure(
-                shape, ("a layer",), 1, "cpu", lambda works: [float(len([work() for work in works]))], tiles, Failures()
-            )
-        assert list(times.by_tiles) == [right]
-        return printed.getvalue()
-
-    assert measure(lambda given: given == tiles[wrong]).startswith(f"{shape}, {wrong} failed: RuntimeError: The result")
-    try:
-        measure(lambda given: given is None)
-    except RuntimeError as error:
-        assert "wrong with engines' tiles" in str(error)
-    else:
-        raise AssertionError("A wrong kernel was measured.")
-
-
 def run_nan() -> None:
     """NaN must reach the result in E4M3: clipping it would hide a broken image."""
     tokens, projection = torch.randn(1, 128, 128), nn.Linear(128, 256)
@@ -395,7 +343,6 @@ if __name__ == "__main__":
         run_norm()
         run_end_of_norm()
         run_norm_in_blocks()
-        run_benchmark()
         run_nan()
         run_winograd()
     print(json.dumps({"errors": errors, "types": {name: sorted(found) for name, found in types.items()}}))
