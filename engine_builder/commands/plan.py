@@ -1,6 +1,5 @@
 """`preheat plan-replicas`: simulate from measurements how many replicas a traffic needs."""
 
-import itertools
 import json
 import math
 import re
@@ -15,14 +14,14 @@ from engine_builder.benchmarks.figure import two_panels
 from engine_builder.benchmarks.rows import read_rows
 from engine_builder.commands.console import console, plain, tracked
 from engine_builder.files import check_writable, write_file
-from engine_builder.replicas.simulation import Autoscaling, Result, Server, candidates, paid_hours, recommend, simulate
+from engine_builder.replicas.simulation import Autoscaling, Result, Server, candidates, recommend, simulate
 from engine_builder.replicas.traffic import Traffic, read_traffic
 from model.errors import PreheatError
 
-_PLOT_BINS = 96  # of the time axis
 _MAX_REQUESTS = 10_000_000
 _MAX_BATCH_IMAGES = 1024
 _MAX_STEP_SECONDS = 600
+_Simulated = tuple[Autoscaling, Result]
 _CLOSED_LOOP = re.compile(r"closed loop, (\d+) clients")
 
 
@@ -118,9 +117,7 @@ def _parse_curve(curve: str) -> dict[int, float]:
         points = {int(images): float(seconds) for images, _, seconds in pairs}
     except ValueError as error:
         raise typer.BadParameter(f"{curve!r} is not IMAGES:SECONDS,...: {error}", param_hint="--curve") from error
-    if not all(
-        0 < images <= _MAX_BATCH_IMAGES and 0 < seconds <= _MAX_STEP_SECONDS for images, seconds in points.items()
-    ):
+    if not all(0 < count <= _MAX_BATCH_IMAGES and 0 < time <= _MAX_STEP_SECONDS for count, time in points.items()):
         raise typer.BadParameter(
             f"{curve!r} has a number that is not above 0, or above {_MAX_BATCH_IMAGES} images or {_MAX_STEP_SECONDS} s",
             param_hint="--curve",
@@ -145,22 +142,13 @@ def read_curve(path: Path) -> dict[int, float]:
     return {count: count / (rate * steps) for count, (rate, steps) in sorted(rates.items()) if count <= largest}
 
 
-def _plot(
-    traffic: Traffic,
-    results: list[tuple[Autoscaling, Result]],
-    best: tuple[Autoscaling, Result],
-    p99: float,
-    path: Path,
-) -> None:
-    moments = [traffic.seconds * i / 600 for i in range(601)]
-    edges = [traffic.seconds * i / _PLOT_BINS for i in range(_PLOT_BINS + 1)]
-    hours = [0.0, *(paid_hours(best[1].replicas, edge) for edge in edges[1:])]
-    means = [(after - before) * 3600 * _PLOT_BINS / traffic.seconds for before, after in itertools.pairwise(hours)]
+def _plot(traffic: Traffic, results: list[_Simulated], best: _Simulated, p99: float, path: Path) -> None:
+    hours = [traffic.seconds * i / 600 / 3600 for i in range(601)]
+    counts = [count for _, count in best[1].replicas]
+    edges = [*(second / 3600 for second, _ in best[1].replicas), max(hours[-1], best[1].replicas[-1][0] / 3600)]
     with two_panels(path, traffic.name) as (left, right):
-        left.plot([t / 3600 for t in moments], [traffic.rate(t) for t in moments], color="tab:gray", label="requests/s")
-        left.stairs(
-            means, [edge / 3600 for edge in edges], color="tab:blue", label=f"replicas, mean of {_PLOT_BINS} parts"
-        )
+        left.plot(hours, [traffic.rate(hour * 3600) for hour in hours], color="tab:gray", label="requests/s")
+        left.stairs(counts, edges, color="tab:blue", label="replicas")
         left.set(xlabel="hours", ylim=(0, None))
         left.legend()
         right.scatter([result.gpu_hours for _, result in results], [result.latency(0.99) for _, result in results])

@@ -43,14 +43,12 @@ class Server:
         return max(self.step_seconds)
 
     def step_time(self, images: int) -> float:
-        """Return the seconds of a step with `images`, at most the capacity."""
+        """Return the seconds of a step with `images`. Beyond the measured numbers it is that of the nearest one."""
         points = sorted(self.step_seconds.items())
-        if images <= points[0][0]:
-            return points[0][1]
         for (low, low_seconds), (high, high_seconds) in itertools.pairwise(points):
-            if images <= high:
+            if low <= images <= high:
                 return low_seconds + (high_seconds - low_seconds) * (images - low) / (high - low)
-        return points[-1][1]
+        return points[0 if images < points[0][0] else -1][1]
 
     @property
     def efficient(self) -> int:
@@ -78,13 +76,12 @@ class Autoscaling:
 
 @dataclass
 class Result:
-    """The result of a simulation. `latencies`, `waits`: seconds of answered requests.
+    """The result of a simulation. `latencies`: seconds of answered requests.
 
     `replicas`: (second, number of paid replicas) at each change.
     """
 
     latencies: list[float] = field(default_factory=list)
-    waits: list[float] = field(default_factory=list)
     refused: int = 0
     replicas: list[tuple[float, int]] = field(default_factory=list)
     gpu_hours: float = 0.0
@@ -98,166 +95,124 @@ class Result:
         return self.refused / max(1, self.refused + len(self.latencies))
 
 
-class _Clock:
-    """The simulated time in seconds, and the actions that are due later."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._due: list[tuple[float, int, Callable[[int], None], int]] = []
-        self._ties = itertools.count()  # orders actions of the same second
-
-    def call(self, seconds: float, action: Callable[[int], None], argument: int = 0) -> None:
-        """Call `action(argument)` in `seconds` from now."""
-        heapq.heappush(self._due, (self.now + seconds, next(self._ties), action, argument))
-
-    def run(self, until: float) -> None:
-        """Call all actions that are due until that second."""
-        while self._due and self._due[0][0] <= until:
-            self.now, _, action, argument = heapq.heappop(self._due)
-            action(argument)
-        self.now = until
-
-
 class _Replica:
-    """One server in simulated time.
+    """One server. All of its images advance together, so each is stored with the step count at which it finishes."""
 
-    All of its images advance together. So each image is stored with the server's step count at which it finishes, and
-    only the next image to finish needs an event. Every change of the batch replaces that event.
-    """
-
-    def __init__(self, clock: _Clock, server: Server, result: Result) -> None:
-        self.clock, self.server, self.result = clock, server, result
-        self.active: list[tuple[float, int, float]] = []  # step count when finished, tie breaker, arrival
+    def __init__(self, server: Server, result: Result, now: float) -> None:
         self.queue: deque[tuple[float, float]] = deque()  # arrival, steps
+        self._active: list[tuple[float, float]] = []  # step count when finished, arrival
+        self._server, self._result = server, result
         self._step_time = [server.step_time(images) for images in range(server.capacity + 1)]
         self._efficient = server.efficient
-        self._steps, self._counted_at = 0.0, clock.now
-        self._ties = itertools.count()  # orders images that finish at the same step
-        self._event = 0  # the number of the event that is not yet replaced
+        self._now, self._steps = now, 0.0
 
     @property
     def outstanding(self) -> int:
-        return len(self.active) + len(self.queue)
+        return len(self._active) + len(self.queue)
 
     def add(self, arrived: float, steps: float) -> None:
-        self._advance()
         self.queue.append((arrived, steps))
         self._join()
-        self._plan()
+
+    def advance(self, until: float) -> None:
+        """Take the steps until that second, and answer the requests that finish."""
+        while self._active:
+            step_time = self._step_time[len(self._active)]
+            finished = self._now + (self._active[0][0] - self._steps) * step_time
+            if finished > until:
+                self._steps += (until - self._now) / step_time
+                break
+            self._steps, arrived = heapq.heappop(self._active)
+            self._now = finished
+            self._result.latencies.append(finished - arrived)
+            self._join()
+        self._now = until
 
     def _join(self) -> None:
-        capacity = self.server.capacity
-        while self.queue and len(self.active) < capacity:
-            running = len(self.active)
-            left = self.active[0][0] - self._steps if self.active else 0.0
+        while self.queue and len(self._active) < self._server.capacity:
+            running = len(self._active)
+            left = self._active[0][0] - self._steps if self._active else 0.0
             if not (
-                may_join(running, len(self.queue), 1, self._efficient, capacity)
+                may_join(running, len(self.queue), 1, self._efficient, self._server.capacity)
                 or shortens_mean_latency(self.queue[0][1], 1, running, running, left)
             ):
                 break
             arrived, steps = self.queue.popleft()
-            self.result.waits.append(self.clock.now - arrived)
-            heapq.heappush(self.active, (self._steps + steps, next(self._ties), arrived))
-
-    def _advance(self) -> None:
-        """Add the steps since the last call to the step count."""
-        if self.active:
-            self._steps += (self.clock.now - self._counted_at) / self._step_time[len(self.active)]
-        self._counted_at = self.clock.now
-
-    def _plan(self) -> None:
-        """Replace the event of the next image to finish."""
-        self._event += 1
-        if self.active:
-            seconds = (self.active[0][0] - self._steps) * self._step_time[len(self.active)]
-            self.clock.call(max(0.0, seconds), self._finish, self._event)
-
-    def _finish(self, event: int) -> None:
-        if event != self._event:
-            return
-        self._advance()
-        _, _, arrived = heapq.heappop(self.active)
-        self.result.latencies.append(self.clock.now - arrived)
-        self._join()
-        self._plan()
+            heapq.heappush(self._active, (self._steps + steps, arrived))
 
 
 class _Platform:
     """Replicas, their autoscaler, and the requests that wait while no replica is ready."""
 
-    def __init__(self, clock: _Clock, server: Server, scaling: Autoscaling, result: Result) -> None:
-        self.clock, self.server, self.scaling, self.result = clock, server, scaling, result
-        self.ready: list[_Replica] = []
-        self.ending: list[_Replica] = []  # receive no new requests, and are paid until they have answered
-        self.starting = 0
-        self.waiting: deque[tuple[float, float]] = deque()  # arrival, steps
+    def __init__(self, server: Server, scaling: Autoscaling, result: Result) -> None:
+        self._server, self._scaling, self._result = server, scaling, result
+        self._ready = [_Replica(server, result, 0.0) for _ in range(scaling.min_replica)]
+        self._ending: list[_Replica] = []  # receive no new requests, and are paid until they have answered
+        self._starting: deque[float] = deque()  # the second at which each replica will be ready
+        self._waiting: deque[tuple[float, float]] = deque()  # arrival, steps
         self._samples: deque[tuple[float, int]] = deque()
         self._below_since: float | None = None
-        for _ in range(scaling.min_replica):
-            self.ready.append(_Replica(clock, server, result))
-        self._autoscale(0)
+        self._decision = 0.0  # the second of the autoscaler's next one
+        self._end = math.inf
 
     @property
-    def replicas(self) -> int:
-        """Number of replicas that are ready or starting."""
-        return self.starting + len(self.ready)
+    def outstanding(self) -> int:
+        return len(self._waiting) + sum(replica.outstanding for replica in self._ready + self._ending)
 
-    def request(self, steps: float) -> None:
-        if not self.ready:
-            self.waiting.append((self.clock.now, steps))
-            return
-        replica = min(self.ready, key=lambda replica: replica.outstanding)
-        if len(replica.queue) >= self.server.max_queue:
-            self.result.refused += 1
+    def request(self, now: float, steps: float) -> None:
+        replica = min(self._ready, key=lambda replica: replica.outstanding, default=None)
+        if replica is None:
+            self._waiting.append((now, steps))
+        elif len(replica.queue) >= self._server.max_queue:
+            self._result.refused += 1
         else:
-            replica.add(self.clock.now, steps)
+            replica.add(now, steps)
 
-    def _autoscale(self, _: int) -> None:
-        self.ending = [replica for replica in self.ending if replica.outstanding]
-        self._scale()
-        self._record_paid()
-        self.clock.call(_AUTOSCALER_PERIOD_SECONDS, self._autoscale)
+    def run(self, until: float) -> None:
+        """Run the replicas and the autoscaler until that second."""
+        while (now := min(self._decision, *self._starting, until)) < until or now == self._decision:
+            self._advance(now)
+            if self._starting and self._starting[0] == now:
+                self._start(now)
+            else:
+                self._decision += _AUTOSCALER_PERIOD_SECONDS
+                self._scale(now)
+        self._advance(until)
 
-    def _scale(self) -> None:
-        now, settings = self.clock.now, self.scaling
-        in_flight = len(self.waiting) + sum(replica.outstanding for replica in self.ready)
-        self._samples.append((now, in_flight))
+    def _advance(self, now: float) -> None:
+        for replica in self._ready + self._ending:
+            replica.advance(now)
+
+    def _start(self, now: float) -> None:
+        self._starting.popleft()
+        self._ready.append(_Replica(self._server, self._result, now))
+        while self._waiting:
+            min(self._ready, key=lambda replica: replica.outstanding).add(*self._waiting.popleft())
+
+    def _scale(self, now: float) -> None:
+        """Decide on the number of replicas, and start or stop some. Those with the fewest requests are stopped."""
+        settings, count = self._scaling, len(self._starting) + len(self._ready)
+        self._ending = [replica for replica in self._ending if replica.outstanding]
+        self._samples.append((now, len(self._waiting) + sum(replica.outstanding for replica in self._ready)))
         while self._samples[0][0] < now - settings.autoscaling_window:
             self._samples.popleft()
-        mean = sum(count for _, count in self._samples) / len(self._samples)
+        mean = sum(in_flight for _, in_flight in self._samples) / len(self._samples)
         share = settings.concurrency_target * settings.target_utilization_percentage / 100
         target = min(settings.max_replica, max(settings.min_replica, math.ceil(mean / share - 1e-9)))
-        if self.waiting and not self.replicas:
+        if self._waiting and not count:
             target = max(1, target)
-        if target > self.replicas:
+        self._starting += [now + self._server.cold_start_seconds] * (target - count)
+        if target >= count:
             self._below_since = None
-            for _ in range(target - self.replicas):
-                self.starting += 1
-                self.clock.call(self.server.cold_start_seconds, self._start)
-        elif target < self.replicas:
-            self._below_since = now if self._below_since is None else self._below_since
-            if now - self._below_since >= settings.scale_down_delay:
-                self._stop(self.replicas - target)
-        else:
-            self._below_since = None
-
-    def _start(self, _: int) -> None:
-        self.starting -= 1
-        self.ready.append(_Replica(self.clock, self.server, self.result))
-        while self.waiting:
-            arrived, steps = self.waiting.popleft()
-            min(self.ready, key=lambda replica: replica.outstanding).add(arrived, steps)
-
-    def _stop(self, count: int) -> None:
-        """Stop the replicas with the fewest requests. Those that are still starting are kept."""
-        for replica in sorted(self.ready, key=lambda replica: replica.outstanding)[:count]:
-            self.ready.remove(replica)
-            self.ending.append(replica)
-
-    def _record_paid(self) -> None:
-        paid = self.replicas + len(self.ending)
-        if not self.result.replicas or self.result.replicas[-1][1] != paid:
-            self.result.replicas.append((self.clock.now, paid))
+        elif self._below_since is None:
+            self._below_since = now
+        if self._below_since is not None and now - self._below_since >= settings.scale_down_delay:
+            self._ready.sort(key=lambda replica: replica.outstanding)
+            self._ending += self._ready[: count - target]
+            del self._ready[: count - target]
+        paid = len(self._starting) + len(self._ready) + len(self._ending)
+        if not self._result.replicas or self._result.replicas[-1][1] != paid:
+            self._result.replicas.append((now, paid))
 
 
 def simulate(
@@ -271,40 +226,31 @@ def simulate(
 
     `steps` returns a request's number of steps from a random generator; None: the server's.
     """
-    clock = _Clock()
-    result = Result()
-    platform = _Platform(clock, server, scaling, result)
+    result, now = Result(), 0.0
+    platform = _Platform(server, scaling, result)
     generator = random.Random(seed + 1)
-    for at in traffic.arrivals(seed):
-        clock.run(at)
-        platform.request(steps(generator) if steps is not None else server.steps)
-    end = max(clock.now, traffic.seconds)
-    clock.run(end + 1e-9)
-    result.gpu_hours = paid_hours(result.replicas, end)
-    while platform.waiting or any(replica.outstanding for replica in platform.ready + platform.ending):
-        clock.run(clock.now + 60)
+    for now in traffic.arrivals(seed):
+        platform.run(now)
+        platform.request(now, steps(generator) if steps is not None else server.steps)
+    now = max(now, traffic.seconds)
+    platform.run(now)
+    changes = [*result.replicas, (now, 0)]
+    result.gpu_hours = sum((after - at) * count for (at, count), (after, _) in itertools.pairwise(changes)) / 3600
+    while platform.outstanding:
+        platform.run(now := now + 60)
     return result
-
-
-def paid_hours(replicas: Sequence[tuple[float, int]], end: float) -> float:
-    """Return the replica-hours until second `end`. `replicas`: (second, number of replicas) at each change."""
-    total = 0.0
-    for (start, count), (stop, _) in itertools.pairwise([*replicas, (max(end, replicas[-1][0]), 0)]):
-        total += count * (min(stop, end) - min(start, end))
-    return total / 3600
 
 
 def candidates(server: Server, traffic: Traffic, max_replica: int) -> list[Autoscaling]:
     """Return settings to try. They differ in min_replica, target utilization and scale-down delay."""
     average = sum(traffic.rate(traffic.seconds * (i + 0.5) / 200) for i in range(200)) / 200
     steady = max(1, round(average / server.images_per_second))
-    min_replicas = sorted({1, steady, min(max_replica, steady + 1), min(max_replica, 2 * steady)})
     return [
         Autoscaling(min_replica, max_replica, 60, delay, server.capacity, utilization)
-        for min_replica in min_replicas
+        for min_replica in sorted({1, steady, steady + 1, 2 * steady, max_replica})
         for utilization in (50, 70, 90)
         for delay in (300, 900)
-        if min_replica <= max_replica
+        if min_replica <= min(max_replica, 2 * steady)
     ]
 
 

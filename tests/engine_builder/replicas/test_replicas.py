@@ -12,7 +12,6 @@ from engine_builder.replicas.simulation import (
     Result,
     Server,
     candidates,
-    paid_hours,
     recommend,
     simulate,
 )
@@ -49,9 +48,8 @@ def test_server_with_constant_step_time_is_an_m_m_c_queue(servers: int, load: fl
     server = Server({1: 0.1, servers: 0.1}, steps=10, cold_start_seconds=0, max_queue=10**9)
     rate = load * servers / 1.0  # ten steps of a tenth of a second
     result = simulate(constant(rate, 60_000 / rate), server, STEADY, seed=3, steps=exponential(10))
-    expected = erlang_c_wait(rate, 1.0, servers)
-    assert sum(result.waits) / len(result.waits) == pytest.approx(expected, rel=0.1)
-    assert sum(result.latencies) / len(result.latencies) == pytest.approx(expected + 1.0, rel=0.05)
+    waits = sum(result.latencies) / len(result.latencies) - 1.0
+    assert waits == pytest.approx(erlang_c_wait(rate, 1.0, servers), rel=0.1)
 
 
 class Burst(Traffic):
@@ -113,7 +111,7 @@ def test_replicas_follow_a_spike_and_the_delay() -> None:
     begins = 1.5 * 3600 - 600
     assert begins <= grown <= begins + 70
     assert min(shrunk) >= grown + 300
-    assert result.gpu_hours == pytest.approx(paid_hours(result.replicas, 3 * 3600), rel=0.01)
+    assert 3 < result.gpu_hours < 3 + 5 * (max(shrunk) - grown) / 3600
 
 
 def test_requests_wait_for_a_cold_start_without_replicas() -> None:
@@ -140,7 +138,7 @@ def test_recommends_the_cheapest_sufficient_setting() -> None:
 
 def test_candidates_can_serve_the_traffic() -> None:
     tried = candidates(SERVER, constant(10, 3600), max_replica=6)
-    assert {one.min_replica for one in tried} >= {1, 2} and max(one.min_replica for one in tried) <= 6
+    assert {one.min_replica for one in tried} == {1, 2, 3, 4}  # two or three replicas serve the mean rate
     assert {one.concurrency_target for one in tried} == {8}
 
 
@@ -164,17 +162,15 @@ def test_traffic_arrives_at_its_rate(tmp_path: Path) -> None:
     assert all(t < 2000 for t in read_traffic(str(trace), 24).arrivals(seed=5))
 
 
-@pytest.mark.parametrize("text", ["constant", "constant:-1", "wave:2:1.5", "spike:1:2", "constant:inf", "nowhere.csv"])
-def test_refuses_invalid_traffic(text: str) -> None:
-    with pytest.raises(BadTraffic, match=f"{text.partition(':')[0]}.* is not a valid traffic.*Give constant:RATE"):
-        read_traffic(text, 1)
-
-
-@pytest.mark.parametrize("lines", ["0,1\n", "0,1\n0,2\n", "5,1\n1,1\n", "a,b\nc,d\n", "0,1,2\n1,1,2\n", "0,-1\n1,1\n"])
-def test_refuses_an_invalid_trace(lines: str, tmp_path: Path) -> None:
-    (tmp_path / "trace.csv").write_text(lines)
-    with pytest.raises(BadTraffic):
-        read_traffic(str(tmp_path / "trace.csv"), 1)
+def test_refuses_invalid_traffic(tmp_path: Path) -> None:
+    for text in ("constant", "constant:-1", "wave:2:1.5", "spike:1:2", "constant:inf", "nowhere.csv"):
+        with pytest.raises(BadTraffic, match=f"{text.partition(':')[0]}.* is not a valid traffic.*Give constant:RATE"):
+            read_traffic(text, 1)
+    trace = tmp_path / "trace.csv"
+    for lines in ("0,1\n", "0,1\n0,2\n", "5,1\n1,1\n", "a,b\nc,d\n", "0,1,2\n1,1,2\n", "0,-1\n1,1\n"):
+        trace.write_text(lines)
+        with pytest.raises(BadTraffic):
+            read_traffic(str(trace), 1)
 
 
 def test_arrivals_are_a_poisson_process() -> None:
