@@ -1,8 +1,8 @@
 """Measure cold starts: from the start of the real server's process to its first finished image.
 
-Each start is a process with its own cache folder. The first start from each store is not counted: it reads files from
-the disk, and later starts find these files in the page cache. `measure_read_seconds` reads the same bytes from the S3
-bucket without using them. This is the time that the network alone takes.
+Each start is a process with its own cache folder. The first start of each case is not counted: it reads files from the
+disk, and later starts find these files in the page cache. `measure_read_seconds` reads the same bytes from an S3 bucket
+without using them. This is the time that the network alone takes.
 """
 
 import importlib.util
@@ -10,10 +10,10 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ from model.store.options import StoreOptions
 from model.store.s3 import split_url
 from model.store.s3_client import connect
 
-PART_PREFIX = "warm_up_"  # of the parts of the phase warm_up
 _CONCURRENT_PHASES = ("stream", "libraries")  # left out of the sum of the phases, which they overlap with
+_PART_PREFIX = "warm_up_"  # of the parts of the phase warm_up
 _READ_CONNECTIONS = 16  # of `measure_read_seconds`
 _TIMEOUT_SECONDS = 600.0
 
@@ -48,31 +48,6 @@ class MeasuredStart:
     """The parts of the first request, in order."""
     fetched_bytes: int
     """The size of the cache folder after the first request."""
-    part_seconds: dict[str, float] = field(default_factory=dict)
-    """Phases that overlap with others, and the parts of phases."""
-    repeated_milliseconds: tuple[tuple[float, ...], ...] = ()
-    """The times of each kind of request in the server, in the order of the requests of this kind."""
-
-
-@dataclass(frozen=True)
-class Requests:
-    """The requests of a start. `kinds`: the first one is timed from the start of the process, as the first image.
-
-    After the first image, each kind is sent until it was sent `repeats` times, one after the other.
-    """
-
-    kinds: tuple[dict[str, Any], ...]
-    repeats: int = 1
-
-
-@dataclass(frozen=True)
-class NamedStore:
-    """A store to start from, and its name in the benchmark's rows."""
-
-    name: str
-    url: str
-    environment: tuple[tuple[str, str], ...] = ()
-    """Variables of the server's process, such as the endpoint of the bucket."""
 
 
 @dataclass(frozen=True)
@@ -81,66 +56,53 @@ class StartCase:
 
     name: str
     layout: Layout
-    store: NamedStore
+    store: str
 
 
-def measure_start(case: StartCase, release: str, requests: Requests, work_folder: Path) -> MeasuredStart:
-    """Start a server, send requests to it, and stop it. Raises ServerFailed or CallFailed.
+def measure_start(case: StartCase, release: str, request: dict[str, Any], work_folder: Path) -> MeasuredStart:
+    """Start a server, send a request to it, and stop it. Raises ServerFailed or CallFailed.
 
     `work_folder`: the folder of the server's cache, which is deleted afterwards.
     """
     with tempfile.TemporaryDirectory(prefix="cache-", dir=work_folder, ignore_cleanup_errors=True) as cache:
-        environment = {"PREHEAT_STORE": case.store.url, "PREHEAT_RELEASE": release, "PREHEAT_CACHE_DIR": cache}
+        environment = {"PREHEAT_STORE": case.store, "PREHEAT_RELEASE": release, "PREHEAT_CACHE_DIR": cache}
         began = time.perf_counter()
-        with Server(case.layout, environment=environment | dict(case.store.environment)) as server:
+        with Server(case.layout, environment=environment) as server:
             server.wait_ready(_TIMEOUT_SECONDS)
             ready_seconds = time.perf_counter() - began
-            response = generate(server.url, requests.kinds[0], _TIMEOUT_SECONDS)
-            server_phases = cold_start_phases(server.url)
-            repeated = []
-            for number, request in enumerate(requests.kinds):
-                times = [float(response["time"])] if number == 0 else []
-                while len(times) < requests.repeats:
-                    times.append(float(generate(server.url, request, _TIMEOUT_SECONDS)["time"]))
-                repeated.append(tuple(round(1000 * seconds, 2) for seconds in times))
+            response = generate(server.url, request, _TIMEOUT_SECONDS)
+            measured = cold_start_phases(server.url)
         fetched_bytes = sum(path.stat().st_size for path in Path(cache).rglob("*") if path.is_file())
-        start = combine_measurements(server_phases, response, ready_seconds, fetched_bytes)
-        return replace(start, repeated_milliseconds=tuple(repeated))
+    first_image, phases = split_phases(measured, float(response["time"]))
+    return MeasuredStart(first_image, phases, ready_seconds, response["timings"], fetched_bytes)
 
 
-def combine_measurements(
-    server_phases: dict[str, float], response: dict[str, Any], ready_seconds: float, fetched_bytes: int
-) -> MeasuredStart:
-    """Return a start whose phases add up to the time of the first image.
+def split_phases(measured: Mapping[str, float], request_seconds: float) -> tuple[float, dict[str, float]]:
+    """Return the seconds to the first image, and phases that add up to them.
 
-    `server_phases`: the seconds of each phase from the server's metrics, with "first_image". The phase "first request"
-    is added from `response`, and "other" as the rest: HTTP, Truss, and the time until the request arrived. Phases that
-    overlap with others, and parts of a phase, are left out.
+    `measured`: the seconds of each phase from the server's metrics, with "first_image". The phase "first request" is
+    added, and "other" as the rest: HTTP, Truss, and the time until the request arrived. Phases that overlap with
+    others, and parts of a phase, are left out.
     """
-    first_image_seconds = server_phases["first_image"]
-    parts = {
+    left_out = ("first_image", *_CONCURRENT_PHASES)
+    phases = {
         name: seconds
-        for name, seconds in server_phases.items()
-        if name in _CONCURRENT_PHASES or name.startswith(PART_PREFIX)
+        for name, seconds in measured.items()
+        if name not in left_out and not name.startswith(_PART_PREFIX)
     }
-    phases = {name: seconds for name, seconds in server_phases.items() if name not in {*parts, "first_image"}}
-    phases["first request"] = float(response["time"])
-    phases["other"] = max(0.0, first_image_seconds - sum(phases.values()))
-    return MeasuredStart(first_image_seconds, phases, ready_seconds, response["timings"], fetched_bytes, parts)
-
-
-MeasureStart = Callable[[StartCase, str, Requests, Path], MeasuredStart]
-"""A function with the arguments and the result of `measure_start`."""
+    phases["first request"] = request_seconds
+    phases["other"] = max(0.0, measured["first_image"] - sum(phases.values()))
+    return measured["first_image"], phases
 
 
 def bench_cold_starts(
     cases: Sequence[StartCase],
     release: str,
-    requests: Requests,
+    request: dict[str, Any],
     runs: int,
     work_folder: Path,
     report: Callable[[StartCase, int, MeasuredStart], None],
-    measure: MeasureStart = measure_start,
+    measure: Callable[[StartCase, str, dict[str, Any], Path], MeasuredStart] = measure_start,
 ) -> list[list[MeasuredStart]]:
     """Start each case `runs` times, after one start that is not counted. Returns the counted starts by case.
 
@@ -150,31 +112,36 @@ def bench_cold_starts(
     counted_starts: list[list[MeasuredStart]] = [[] for _ in cases]
     for number in range(runs + 1):
         for case, starts_of_case in zip(cases, counted_starts, strict=True):
-            start = measure(case, release, requests, work_folder)
+            start = measure(case, release, request, work_folder)
             report(case, number, start)
             if number > 0:
                 starts_of_case.append(start)
     return counted_starts
 
 
-def cold_start_row(store: NamedStore, release: str, starts: Sequence[MeasuredStart], precision: str, steps: int) -> Row:
-    """Return the row of one store: seconds to the first image, and medians of the phases and of the stages."""
+def cold_start_row(name: str, release: str, starts: Sequence[MeasuredStart], precision: str, steps: int) -> Row:
+    """Return the row of one case: seconds to the first image, and medians of the phases and of the stages."""
     fetched_bytes = max(start.fetched_bytes for start in starts)
     first_images = [start.first_image_seconds for start in starts]
     return make_row(
-        f"cold start, {release}, {store.name}",
-        first_images,
-        unit="s",
-        precision=precision,
-        steps=steps,
-        batch=1,
-        digits=3,
+        f"cold start, {release}, {name}", first_images, "s", precision, steps, 1, digits=3,
         stages=medians([start.stage_milliseconds for start in starts]),
         phases=medians([start.phase_seconds for start in starts], 3),
         best=round(min(first_images), 3),
         ready=round(statistics.median(start.ready_seconds for start in starts), 3),
         **({"bytes_fetched": fetched_bytes} if fetched_bytes else {}),
-    )
+    )  # fmt: skip
+
+
+def read_row(
+    url: str, options: StoreOptions, blobs: Sequence[Blob], runs: int, release: str, precision: str, steps: int
+) -> Row:
+    """Return the row of reading blobs alone from an S3 bucket, after one reading that is not counted."""
+    seconds = [measure_read_seconds(url, options, blobs) for _ in range(runs + 1)][1:]
+    return make_row(
+        f"reading alone, {release}, S3", seconds, "s", precision, steps, 1, digits=3, best=round(min(seconds), 3),
+        bytes_fetched=sum(blob.bytes for blob in blobs),
+    )  # fmt: skip
 
 
 def measure_read_seconds(url: str, options: StoreOptions, blobs: Sequence[Blob]) -> float:
@@ -191,9 +158,7 @@ def measure_read_seconds(url: str, options: StoreOptions, blobs: Sequence[Blob])
         while body.read(2**20):
             pass
 
-    client.list_objects_v2(
-        Bucket=bucket, MaxKeys=1
-    )  # open a connection before the time starts, as a server does for the manifest
+    client.list_objects_v2(Bucket=bucket, MaxKeys=1)  # opens a connection, as a server does for the manifest
     began = time.perf_counter()
     with ThreadPoolExecutor(_READ_CONNECTIONS) as pool:
         list(pool.map(read_part, parts))
@@ -220,21 +185,13 @@ def run_test_object_store(root: Path, work_folder: Path) -> Iterator[None]:
             f"The object store cannot run: {', '.join(missing)} not installed.",
             f"Install them ({ceph.INSTALL}), or name an S3 bucket (--s3 s3://bucket).",
         )
-    with ceph.ObjectStore(work_folder / "ceph") as running, _set_environment(running.environment):
-        connect(StoreOptions(endpoint=running.url), connections=1).create_bucket(Bucket="preheat")
-        yield
-
-
-@contextmanager
-def _set_environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set variables of this process's environment, and restore their previous values at the end."""
-    previous = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
+    previous = dict(os.environ)
     try:
-        yield
+        with ceph.ObjectStore(work_folder / "ceph") as running:
+            os.environ.update(running.environment)
+            connect(StoreOptions(endpoint=running.url), connections=1).create_bucket(Bucket="preheat")
+            yield
     finally:
-        for name, value in previous.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in os.environ.keys() - previous.keys():
+            del os.environ[name]
+        os.environ.update(previous)

@@ -7,14 +7,11 @@ Measured on the same engines:
     offline         images/s with full batches and without the scheduler
     saturated       images/s of the scheduler while more requests wait than fit
     Poisson         latency at a share of that capacity, in flight and batch at a time (see `BatchAtATime`)
-    PSNR            how images generated in a mix of requests differ from the same requests alone
 
 Apart from engine_builder, it imports only packages of the server image.
 """
 
 import argparse
-import base64
-import io
 import math
 import queue
 import random
@@ -27,17 +24,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from PIL import Image
 
-from engine_builder.benchmarks.bench import encode_all, generate_offline, load_in_process, precision_of
+from engine_builder.benchmarks.measure import encode_all, generate_offline, load_in_process, precision_of
 from engine_builder.benchmarks.rows import Row, finish, make_row
 from engine_builder.replicas.traffic import poisson_arrivals
 from model.api.request import GenerationRequest
 from model.api.resolve import resolve
-from model.denoising.sampler_names import SAMPLERS
 from model.images.encode import Pixels
 from model.loading.load import Loaded
 from model.loading.warmup import warm_up
@@ -48,7 +41,7 @@ from model.pipeline.text_to_image import generate
 from model.scheduling.job import ImageEvent, StepEvent
 from model.scheduling.output_workers import THREADS
 from model.scheduling.scheduler import Scheduler
-from model.settings import Limits, ServedBucket
+from model.settings import Limits
 
 Submit = Callable[[GenerationParams], "Future[Any]"]
 RequestOf = Callable[[int], GenerationParams]
@@ -91,11 +84,9 @@ class BatchAtATime:
         result.set_result(None)
 
 
-def numbered_requests(params: GenerationParams, mix: Sequence[int], seed: int = 0) -> RequestOf:
+def numbered_requests(params: GenerationParams, mix: Sequence[int]) -> RequestOf:
     """Return requests by number. Its seed is the number; its number of steps is a random one of `mix`."""
-    return lambda number: replace(
-        params, seed=number, num_inference_steps=random.Random(f"{seed}/{number}").choice(mix)
-    )
+    return lambda number: replace(params, seed=number, num_inference_steps=random.Random(str(number)).choice(mix))
 
 
 def measure_saturated(
@@ -122,12 +113,10 @@ def measure_saturated(
 
     for number in range(outstanding):
         submit(number)
-    answers.get().result()
-    began = clock()
-    number = outstanding
-    submit(number)
+    began = math.inf
     while clock() < began + seconds:
         answers.get().result()
+        began = min(began, clock())
         number += 1
         submit(number)
     counted = [second for second in list(step_times) if second > began]
@@ -147,46 +136,10 @@ def measure_latencies(submit: Submit, request_of: RequestOf, arrivals: Sequence[
     for number, arrival in enumerate(arrivals):
         time.sleep(max(0.0, began + arrival - time.perf_counter()))
         submit(request_of(number)).add_done_callback(partial(record, arrival))
-    latencies = []
-    for _ in arrivals:
-        seconds, future = answers.get()
+    answered = [answers.get() for _ in arrivals]
+    for _, future in answered:
         future.result()
-        latencies.append(seconds)
-    return latencies
-
-
-def compare_with_alone(scheduler: Scheduler, params: GenerationParams, batch: int) -> tuple[list[float], int]:
-    """Generate a mix of requests together, and each of them alone.
-
-    Returns the PSNR of each image in dB (at most 99), and the largest difference of any pixel value, 0 to 255. The
-    requests differ in seed, sampler, steps and guidance. LCM is left out, because it multiplies rounding errors. Heun
-    is left out, because it takes fewer steps.
-    """
-    samplers = [name for name in SAMPLERS if name not in ("LCM", "Heun")]
-    mix = [
-        replace(
-            params,
-            seed=1000 + number,
-            scheduler=samplers[number % len(samplers)],
-            num_inference_steps=max(1, params.num_inference_steps - number % 5),
-            guidance_scale=(params.guidance_scale, 1.0)[number % 3 == 2],
-            output_format="png",
-        )
-        for number in range(2 * batch + 1)
-    ]
-    together = [result.result().images[0] for result in [scheduler.submit(request).result for request in mix]]
-    psnrs, largest = [], 0
-    for request, data in zip(mix, together, strict=True):
-        alone = scheduler.submit(request).result.result().images[0]
-        difference = np.abs(_pixels(data) - _pixels(alone))
-        largest = max(largest, int(difference.max()))
-        mean = float((difference**2).mean())
-        psnrs.append(min(99.0, 10 * math.log10(255**2 / mean)) if mean else 99.0)
-    return psnrs, largest
-
-
-def _pixels(data: str) -> NDArray[np.int64]:
-    return np.asarray(Image.open(io.BytesIO(base64.b64decode(data)))).astype(np.int64)
+    return [seconds for seconds, _ in answered]
 
 
 def measure(
@@ -196,14 +149,11 @@ def measure(
     share: float,
     images: int | None,
     mix: Sequence[int] | None = None,
-    arrival_seconds: float | None = None,
-    seed: int = 0,
 ) -> list[Row]:
     """Measure all cases.
 
     `seconds`: duration of each measurement. `share`: of the capacity, for the Poisson arrivals. `images`: at once;
     default: the loop's capacity. `mix`: numbers of steps of the Poisson arrivals; default: the request's own.
-    `arrival_seconds`: duration of the Poisson arrivals; default: `seconds`. `seed`: of the Poisson arrivals.
     """
     params = resolve(request, loaded.served)
     steps = params.num_inference_steps
@@ -225,30 +175,27 @@ def measure(
         rates = [1000 * batch / total for total in generate_offline(loaded, full_batch, seconds)]
     rows = [row("offline, full rows", rates, "images/s")]
 
-    scheduler = Scheduler(
-        Runner(loaded.model), Limits(max_queue=100_000, deadline_seconds=1e9, stuck_seconds=1e9), lambda: None
-    )
+    limits = Limits(max_queue=100_000, deadline_seconds=1e9, stuck_seconds=1e9)
+    scheduler = Scheduler(Runner(loaded.model), limits, lambda: None)
     rate = measure_saturated(scheduler, numbered_requests(params, (steps,)), outstanding, seconds) / steps
     of_offline = round(rate / rows[0].value, 4)
     rows.append(row("in flight, saturated", [rate], "images/s", of_offline=of_offline, efficient=efficient))
-    request_of = numbered_requests(params, mix or (steps,), seed)
+    request_of = numbered_requests(params, mix or (steps,))
     if mix:
         rate = measure_saturated(scheduler, request_of, outstanding, seconds) * len(mix) / sum(mix)
         rows.append(row("in flight, saturated by a mix", [rate], "images/s", mix=list(mix)))
 
-    arrivals = list(poisson_arrivals(share * rate, arrival_seconds or seconds, random.Random(seed)))
+    arrivals = list(poisson_arrivals(share * rate, seconds, random.Random(0)))
     arrivals = arrivals or [0.0]  # a row needs a request, also after a short time on a slow machine
     in_flight = measure_latencies(lambda params: scheduler.submit(params).result, request_of, arrivals)
-    psnrs, largest = compare_with_alone(scheduler, params, batch)
     scheduler.close()
     baseline = BatchAtATime(loaded, batch)
     batch_at_a_time = measure_latencies(baseline.submit, request_of, arrivals)
     baseline.close()
-    load = {"arrivals_per_second": round(share * rate, 4), "mix": list(mix or (steps,)), "seed": seed}
+    load = {"arrivals_per_second": round(share * rate, 4), "mix": list(mix or (steps,))}
     traffic = f"Poisson at {share:.0%}" + (f", {'/'.join(map(str, mix))} steps" if mix else "")
     rows.append(row(f"in flight, {traffic}", in_flight, "s", **load, efficient=efficient))
     rows.append(row(f"batch at a time, {traffic}", batch_at_a_time, "s", **load))
-    rows.append(row("in a mix against alone, PSNR", psnrs, "dB", worst=round(min(psnrs), 2), largest=largest))
     return rows
 
 
@@ -257,42 +204,26 @@ def main() -> None:
     parser.add_argument("release", help="MODEL/VERSION")
     parser.add_argument("--store", required=True)
     parser.add_argument("--size", help="WIDTHxHEIGHT; default: the release's native size")
-    parser.add_argument("--rows", type=int, help="load only the buckets of that size with at most this batch")
     parser.add_argument("--images", type=int, help="images at once; default: the loop's capacity")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--mix", help="numbers of steps of the Poisson arrivals, e.g. 4,20,30,50; default: --steps")
-    parser.add_argument("--guidance-scale", type=float, default=7.5)
     parser.add_argument("--seconds", type=float, default=60, help="seconds of each measurement")
-    parser.add_argument("--arriving", type=float, help="seconds of each Poisson measurement; default: --seconds")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the Poisson arrivals and their numbers of steps")
     parser.add_argument("--share", type=float, default=0.7, help="share of the capacity, for the Poisson arrivals")
     parser.add_argument("--out", type=Path, help="append the rows to this JSON file")
-    arguments = parser.parse_args()
-    width, height = (int(side) for side in arguments.size.split("x")) if arguments.size else (None, None)
-    batch = arguments.rows
-    buckets = [ServedBucket(height=height, width=width, rows=batch)] if height and width and batch else []
-    loaded = load_in_process(arguments.store, arguments.release, buckets)
+    options = parser.parse_args()
+    size = dict(zip(("width", "height"), map(int, options.size.split("x")), strict=True)) if options.size else {}
+    loaded = load_in_process(options.store, options.release)
     with torch.inference_mode():
         warm_up(loaded)
-    request = GenerationRequest(
-        prompt="a large red circle on a blue background",
-        width=width,
-        height=height,
-        num_inference_steps=arguments.steps,
-        guidance_scale=arguments.guidance_scale,
-        seed=0,
-    )
-    mix = [int(steps) for steps in arguments.mix.split(",")] if arguments.mix else None
-    rows = measure(
-        loaded, request, arguments.seconds, arguments.share, arguments.images, mix, arguments.arriving, arguments.seed
-    )
+    fields = {"prompt": "a large red circle on a blue background", "seed": 0, "guidance_scale": 7.5}
+    request = GenerationRequest.model_validate(fields | {"num_inference_steps": options.steps} | size)
+    mix = [int(steps) for steps in options.mix.split(",")] if options.mix else None
+    rows = measure(loaded, request, options.seconds, options.share, options.images, mix)
     for row in rows:
         numbers = f"{row.value:9.3f} {row.unit:9} p50 {row.p50:8.3f} p99 {row.p99:8.3f} n {row.runs:4}"
         print(f"{row.case:45} {numbers} {', '.join(f'{name} {value}' for name, value in row.extra.items())}")
-    in_flight, batch_at_a_time, first = rows[-3], rows[-2], rows[0]
-    print(f"p50 in flight / p50 batch at a time: {in_flight.p50 / batch_at_a_time.p50:.3f}")
-    print(f"{first.gpu}, torch {first.torch}, {first.precision}, {arguments.steps} steps, batch {first.batch}")
-    finish(rows, arguments.out)
+    print(f"p50 in flight / p50 batch at a time: {rows[-2].p50 / rows[-1].p50:.3f}")
+    finish(rows, options.out)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,14 @@ import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from engine_builder.benchmarks.figure import two_panels
 from engine_builder.benchmarks.rows import Row, make_row, percentile
 from engine_builder.error_text import cause_of
 from engine_builder.local_server.endpoint import Endpoint, parse_endpoint
@@ -117,26 +117,32 @@ def outcome_rows(outcomes: Sequence[Outcome], precision: str, steps: int, size: 
     """Return a row for each load that returned images: latencies in seconds, images/s, and counts."""
     return [
         make_row(
-            f"{outcome.case} {size}",
-            outcome.latencies,
-            "s",
-            precision,
-            steps,
-            1,
-            digits=3,
-            images_per_second=round(outcome.images_per_second, 3),
-            refused=outcome.refused,
-            failed=outcome.failed,
+            f"{outcome.case} {size}", outcome.latencies, "s", precision, steps, 1, digits=3,
+            images_per_second=round(outcome.images_per_second, 3), refused=outcome.refused, failed=outcome.failed,
         )
         for outcome in outcomes
         if outcome.latencies
-    ]
+    ]  # fmt: skip
+
+
+@contextmanager
+def two_panels(path: Path, title: str) -> Iterator[tuple[Any, Any]]:
+    """Yield the left and right axes of a figure to draw on. Then write the figure to `path`."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure.suptitle(title)
+    left, right = figure.subplots(1, 2)
+    yield left, right
+    figure.savefig(path, dpi=110)
 
 
 def plot(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
     """Draw two panels: images/s against clients, and latency against the rate of arrivals."""
-    closed_loops = [outcome for outcome in outcomes if outcome.case.startswith("closed") and outcome.latencies]
-    open_loops = [outcome for outcome in outcomes if outcome.case.startswith("open") and outcome.latencies]
+    closed_loops, open_loops = (
+        [outcome for outcome in outcomes if outcome.case.startswith(kind) and outcome.latencies]
+        for kind in ("closed", "open")
+    )
     with two_panels(path, title) as (left, right):
         loads = [outcome.load for outcome in closed_loops]
         left.plot(loads, [outcome.images_per_second for outcome in closed_loops], marker="o")

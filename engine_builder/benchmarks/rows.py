@@ -84,6 +84,9 @@ def make_row(
 
     `digits`: decimal places of the values. `extra`: entries of this benchmark only.
     """
+    import torch
+
+    driver, *clocks = _query_gpu("driver_version", "clocks.sm", "clocks.mem") or [""]
     sign = -1 if unit in _HIGHER_IS_BETTER else 1
     signed = [sign * value for value in values]
     p50, p90, p99 = (sign * round(percentile(signed, share), digits) for share in (0.5, 0.9, 0.99))
@@ -96,8 +99,8 @@ def make_row(
         p99=p99,
         runs=len(values),
         gpu=_device_name(),
-        driver=_driver(),
-        torch=_torch_version(),
+        driver=driver,
+        torch=str(torch.__version__),
         precision=precision,
         steps=steps,
         batch=batch,
@@ -105,7 +108,7 @@ def make_row(
         command=_command_line(),
         stages=dict(stages or {}),
         phases=dict(phases or {}),
-        **_clocks(),
+        **({"clocks": {"sm_mhz": float(clocks[0]), "memory_mhz": float(clocks[1])}} if clocks else {}),
         **extra,
     )
 
@@ -171,30 +174,11 @@ def _device_name() -> str:
     return f"{cpu}, {torch.get_num_threads()} threads"
 
 
-def _torch_version() -> str:
-    """Return torch's version with its build: "2.11.0+cu130"."""
-    import torch
-
-    return str(torch.__version__)
-
-
 def _command_line() -> str:
     """Return the command that started this process, as typed in a shell."""
     module = getattr(sys.modules["__main__"], "__spec__", None)
     name = f"python -m {module.name}" if module else Path(sys.argv[0]).name
     return " ".join([name, *map(shlex.quote, sys.argv[1:])])
-
-
-def _driver() -> str:
-    """Return the version of the GPU's driver, or "" without a GPU."""
-    values = _query_gpu("driver_version")
-    return values[0] if values else ""
-
-
-def _clocks() -> dict[str, Any]:
-    """Return the GPU's clocks in MHz, right after the last run. Empty without a GPU."""
-    values = _query_gpu("clocks.sm", "clocks.mem")
-    return {"clocks": {"sm_mhz": float(values[0]), "memory_mhz": float(values[1])}} if values else {}
 
 
 def _query_gpu(*fields: str) -> list[str]:

@@ -1,24 +1,23 @@
 """`preheat bench` and `preheat report`: measure on this machine, store the rows, write docs/benchmarks.md from them."""
 
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import ValidationError
 from rich.table import Table
 from typer.core import TyperGroup
 
-from engine_builder.benchmarks.rows import Row, check_rows_file, finish, make_row
+from engine_builder.benchmarks.rows import Row, check_rows_file, finish
 from engine_builder.commands.console import (
     DEFAULT_PROMPT,
     DEFAULT_STORE,
     DEMO_CONFIG,
     ROOT,
     CacheOption,
-    ConfigOption,
     ReleaseArgument,
     SizeOption,
     StepsOption,
@@ -30,10 +29,12 @@ from engine_builder.commands.console import (
     parse_size,
     plain,
 )
-from engine_builder.stores.store import WritableStore
 from model.errors import RequestRefused
 from model.pipeline.spec import UNET
 from model.validation import BAND_COUNTS
+
+if TYPE_CHECKING:
+    from engine_builder.local_server.server import Layout
 
 
 class _LatencyByDefault(TyperGroup):
@@ -88,10 +89,10 @@ def latency(
         raise typer.BadParameter("needs a peer: name its model folder with --peer", param_hint="--compiled")
     width, height = parse_size(size) if size else (None, None)
     with activity("Loading"):
-        from engine_builder.benchmarks.bench import bench_release, load_in_process
-        from engine_builder.benchmarks.comparison import bench_against_diffusers
-        from engine_builder.benchmarks.peers import PEERS
+        from engine_builder.benchmarks.measure import load_in_process, measure_requests
+        from engine_builder.benchmarks.peers import PEERS, bench_against_diffusers
         from model.api.request import GenerationRequest
+        from model.api.resolve import resolve
 
         try:
             request = GenerationRequest(
@@ -104,7 +105,7 @@ def latency(
         loaded = load_in_process(open_cli_store(store, cache_dir).url, release)
     with activity(f"Measuring {release}{' and diffusers' if peer else ''}"):
         if peer is None:
-            rows = [bench_release(loaded, request, warm_ups, runs)]
+            rows = measure_requests([(release, loaded, resolve(request, loaded.served))], warm_ups, runs)
         else:
             kinds = PEERS if compiled else PEERS[:1]
             rows = bench_against_diffusers(loaded, request, peer, kinds, warm_ups, runs)
@@ -125,7 +126,7 @@ def multi_gpu(
     runs: RunsOption = 10,
     out: OutOption = None,
 ) -> None:
-    """Measure one image on several GPUs and on one, alternating, and predict the speed-up. The last line is JSON."""
+    """Measure one image on several GPUs and on one, alternating. The last line is JSON."""
     width, height = parse_size(size) if size else (None, None)
     check_rows_file(out)
     if bands not in (1, *BAND_COUNTS) or gpus % bands:
@@ -136,20 +137,11 @@ def multi_gpu(
 
         request = GenerationRequest(prompt=prompt, width=width, height=height, num_inference_steps=steps, seed=0)
         url = open_cli_store(store, None).url
-    with load_ranked(url, release, gpus, bands) as ranked, activity(f"Measuring {release} on {gpus} GPUs"):
-        result = compare(ranked, request, warm_ups, runs)
-    _print_table(result.rows, "stages", "ms")
-    exchanged = result.communication
-    console.print(
-        f"Denoising is {result.measured:.2f} times as fast; predicted: {'at most ' if bands > 1 else ''}"
-        f"{result.predicted:.2f}."
-    )
-    if exchanged.calls:
-        console.print(
-            f"A step has {exchanged.calls} all-gather of {exchanged.bytes} bytes of each GPU, "
-            f"{1e6 * exchanged.seconds:.0f} us alone."
-        )
-    finish(result.rows, out)
+    with load_ranked(url, release, gpus, bands) as (alone, divided), activity(f"Measuring {release} on {gpus} GPUs"):
+        rows, speed_up = compare(alone, divided, gpus, request, warm_ups, runs)
+    _print_table(rows, "stages", "ms")
+    console.print(f"Denoising is {speed_up:.2f} times as fast.")
+    finish(rows, out)
 
 
 @bench_app.command(name="cold-start")
@@ -162,7 +154,13 @@ def cold_start(
             help="Also start from s3://bucket/prefix, which must have the release; or `own`: the tests' object store."
         ),
     ] = None,
-    config: ConfigOption = DEMO_CONFIG,
+    config: Annotated[
+        list[Path] | None,
+        typer.Option(
+            exists=True, dir_okay=False,
+            help="The deployment's config.yaml, repeatable: starts alternate. One in another clone measures that code.",
+        ),
+    ] = None,
     prompt: str = DEFAULT_PROMPT,
     size: SizeOption = None,
     steps: Annotated[int, typer.Option(help="Denoising steps of the first image.")] = 30,
@@ -172,23 +170,17 @@ def cold_start(
     ] = None,
     runs: RunsOption = 5,
     out: OutOption = None,
-) -> None:
+) -> None:  # fmt: skip
     """Measure cold starts of the real server, from its process to its first image, by phase. The last line is JSON."""
-    from engine_builder.benchmarks.cold_start import (
-        MeasuredStart,
-        NamedStore,
-        Requests,
-        StartCase,
-        bench_cold_starts,
-        cold_start_row,
-        measure_read_seconds,
-    )
-    from engine_builder.local_server.server import build_context, lay_out, with_metadata
+    from engine_builder.benchmarks import cold_start as starts
+    from engine_builder.releases.mirror import copy_release
     from model.loading.runtimes import find_targets
     from model.loading.select import select
     from model.settings import read_settings
 
     check_rows_file(out)
+    if s3 not in (None, "own") and not str(s3).startswith("s3://"):
+        raise typer.BadParameter(f"{s3!r} is not the URL of a bucket, s3://..., or own", param_hint="--s3")
     request: dict[str, Any] = {"prompt": prompt, "seed": 1, "num_inference_steps": steps}
     if size is not None:
         request["width"], request["height"] = parse_size(size)
@@ -197,65 +189,57 @@ def cold_start(
     manifest = local.read_release(release)
     # The dtype of the UNet's outputs, as in the rows of `latency`.
     precision = next(engine.precision.io for engine in manifest.engines if engine.component == UNET)
-    with tempfile.TemporaryDirectory(prefix="preheat-bench-") as folder:
-        work = Path(folder)
+
+    def report(case: starts.StartCase, number: int, start: starts.MeasuredStart) -> None:
+        counted = f"run {number} of {runs}" if number else "not counted"
+        console.print(
+            f"{case.name}: ready {start.ready_seconds:.2f} s, first image {start.first_image_seconds:.2f} s ({counted})"
+        )
+
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="preheat-bench-"))
+        work, paths = Path(folder), config or [DEMO_CONFIG]
         with activity("Laying out the server image"):
-            layout = lay_out(build_context(ROOT, config, work / "build"), work / "image")
-        metadata = layout.config["model_metadata"]
-        if buckets:
-            entries = [{"height": height, "width": width, "rows": batch} for batch, height, width in buckets]
-            metadata = {**metadata, "preheat": {**metadata["preheat"], "buckets": entries}}
-            layout = with_metadata(layout, metadata)
-
-        def report(case: StartCase, number: int, start: MeasuredStart) -> None:
-            counted = f"run {number} of {runs}" if number else "not counted"
-            console.print(
-                f"{case.name}: ready {start.ready_seconds:.2f} s, first image {start.first_image_seconds:.2f} s "
-                f"({counted})"
-            )
-
-        def measure(*origins: NamedStore) -> list[Row]:
-            cases = [StartCase(origin.name, layout, origin) for origin in origins]
-            measured = bench_cold_starts(cases, release, Requests((request,)), runs, work, report)
-            return [
-                cold_start_row(origin, release, starts, precision, steps)
-                for origin, starts in zip(origins, measured, strict=True)
-            ]
-
-        local_origin = NamedStore("local store", local.url)
-        if s3 is None:
-            rows = measure(local_origin)
-        else:
-            with _bucket_with_release(s3, local, release, work) as url:
-                settings = read_settings(metadata["preheat"])
-                targets, served = find_targets(settings.runtime), settings.served_precision
-                blobs = select(manifest, targets, settings.buckets, precision=served).blobs()
-                seconds = [measure_read_seconds(url, settings.store_options(), blobs) for _ in range(runs + 1)][1:]
-                rows = measure(local_origin, NamedStore("S3 on this machine" if s3 == "own" else "S3", url))
-            read_row = make_row(
-                f"reading alone, {release}, S3", seconds, "s", precision, steps, 1, digits=3,
-                best=round(min(seconds), 3), bytes_fetched=sum(blob.bytes for blob in blobs),
-            )  # fmt: skip
-            rows.insert(1, read_row)
+            layouts = [_lay_out(path, buckets, work / str(number)) for number, path in enumerate(paths)]
+        origins, reading = {"local store": local.url}, []
+        if s3 is not None:
+            url, name = ("s3://preheat", "S3 on this machine") if s3 == "own" else (s3, "S3")
+            origins[name] = url
+            if s3 == "own":
+                console.print("Starting an object store")
+                stack.enter_context(starts.run_test_object_store(ROOT, work))
+                with activity(f"Copying {release} to {url}"):
+                    copy_release(local, open_cli_store(url), release)
+            settings = read_settings(layouts[0].config["model_metadata"]["preheat"])
+            blobs = select(
+                manifest, find_targets(settings.runtime), settings.buckets, precision=settings.served_precision,
+                with_adapters=bool(settings.loras), with_safety_checker=settings.safety != "off",
+                bands=settings.bands_per_image,
+            ).blobs()  # fmt: skip
+            reading = [starts.read_row(url, settings.store_options(), blobs, runs, release, precision, steps)]
+        cases = [
+            starts.StartCase(f"{origin}, {path.resolve()}" if len(paths) > 1 else origin, layout, url)
+            for origin, url in origins.items()
+            for path, layout in zip(paths, layouts, strict=True)
+        ]
+        measured = zip(cases, starts.bench_cold_starts(cases, release, request, runs, work, report), strict=True)
+        rows = [starts.cold_start_row(case.name, release, times, precision, steps) for case, times in measured]
+    rows = [*rows[: len(paths)], *reading, *rows[len(paths) :]]
     _print_table(rows, "phases", "s")
     finish(rows, out)
 
 
-@contextmanager
-def _bucket_with_release(s3: str, source: WritableStore, release: str, work: Path) -> Iterator[str]:
-    """Yield the URL of a bucket with the release: `s3`, or for "own" the tests' object store, with a copy."""
-    from engine_builder.benchmarks.cold_start import run_test_object_store
-    from engine_builder.releases.mirror import copy_release
+def _lay_out(config: Path, buckets: list[tuple[int, int, int]], work: Path) -> "Layout":
+    """Write the files of the server image of a config. `buckets`: replace the config's, unless empty."""
+    from engine_builder.local_server.server import build_context, lay_out, with_metadata
 
-    if s3 != "own":
-        yield s3
-        return
-    console.print("Starting an object store")
-    with run_test_object_store(ROOT, work):
-        url = "s3://preheat"
-        with activity(f"Copying {release} to {url}"):
-            copy_release(source, open_cli_store(url), release)
-        yield url
+    root = next((folder for folder in config.resolve().parents if (folder / "model" / "model.py").is_file()), ROOT)
+    layout = lay_out(build_context(root, config, work / "build"), work / "image")
+    if not buckets:
+        return layout
+    metadata = layout.config["model_metadata"]
+    entries = [{"height": height, "width": width, "rows": batch} for batch, height, width in buckets]
+    return with_metadata(layout, {**metadata, "preheat": {**metadata["preheat"], "buckets": entries}})
 
 
 def _print_table(rows: list[Row], parts: str, unit: str) -> None:

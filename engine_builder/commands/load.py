@@ -92,17 +92,16 @@ def load(
             outcomes = drive(server.url)
     table = Table(Column("load", no_wrap=True), "images/s", "p50 s", "p90 s", "p99 s", "200", "429", "other")
     for outcome in outcomes:
-        latencies = outcome.latencies
-        percentiles = [f"{percentile(latencies, share):.2f}" if latencies else "" for share in (0.5, 0.9, 0.99)]
-        counts_by_status = [str(len(latencies)), str(outcome.refused), str(outcome.failed)]
-        table.add_row(outcome.case, f"{outcome.images_per_second:.2f}", *percentiles, *counts_by_status)
+        times = outcome.latencies
+        percentiles = [f"{percentile(times, share):.2f}" if times else "" for share in (0.5, 0.9, 0.99)]
+        statuses = map(str, (len(times), outcome.refused, outcome.failed))
+        table.add_row(outcome.case, f"{outcome.images_per_second:.2f}", *percentiles, *statuses)
     console.print(table)
     rows = outcome_rows(outcomes, precision, steps, f"{width}x{height}")
-    console.print(
-        f"{rows[0].gpu}, torch {rows[0].torch}, {precision}, {width}x{height}, {steps} steps, {plain(release)}"
-    )
+    request = f"{width}x{height}, {steps} steps, {precision}"
+    console.print(f"{rows[0].gpu}, torch {rows[0].torch}, {request}, {plain(release)}")
     if plot_file is not None:
-        plot(outcomes, plot_file, f"{release}, {width}x{height}, {steps} steps, {precision}: {rows[0].gpu}")
+        plot(outcomes, plot_file, f"{release}, {request}: {rows[0].gpu}")
     if out is not None:
         out.unlink(missing_ok=True)
     finish(rows, out)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from engine_builder.benchmarks.figure import two_panels
+from engine_builder.benchmarks.load import two_panels
 from engine_builder.benchmarks.rows import read_rows
 from engine_builder.commands.console import console, plain, tracked
 from engine_builder.files import check_writable, write_file

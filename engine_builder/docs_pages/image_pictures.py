@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
-from engine_builder.benchmarks.bench import load_in_process, release_parser
+from engine_builder.benchmarks.measure import load_in_process, release_parser
 from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.images.canny import canny

@@ -1,89 +1,125 @@
 """The command that prepares and measures full-size models: order, failures, and a repeated call. On commands that write
-files in place of builds; the real plan is only checked for what it names."""
+files in place of builds; the real plan is only checked for what it names. And models with random weights."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
-from engine_builder.benchmarks.full_size import Models, Work, needed_work, plan, run_all
+from engine_builder.benchmarks.full_size import Work, make_parser, plan, run_all
+from engine_builder.checkpoints import random_sd, random_sdxl
+from engine_builder.checkpoints.folder import Checkpoint
+from engine_builder.checkpoints.random_controlnet import config
+from engine_builder.checkpoints.release_settings import read_model_facts
+from engine_builder.networks.check import check_model
+from engine_builder.networks.network import load_network
+from model.store.precision import FP16
+from tests.support.components import BASE_COMPONENTS, REFINER_COMPONENTS
+from tests.support.repository import MODEL_FOLDER
+
+NARROW_TEXT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
-def appends(folder: Path, word: str, status: int = 0) -> tuple[str, ...]:
-    """Return a command that appends a word to a file and ends with this status."""
-    code = f"open({str(folder / 'order.txt')!r}, 'a').write('{word} '); print('of {word}'); 1 / {int(not status)}"
-    return ("timeit", "-n1", "-r1", code)
+def work(folder: Path, name: str, needs: Sequence[str], *words: str) -> Work:
+    """Return work whose commands each append a word to a file. The word "fails" fails after that."""
+    code = "open({!r}, 'a').write('{} '); print('of {}'); 1 / {}"
+    file = str(folder / "order.txt")
+    commands = [("timeit", "-n1", "-r1", code.format(file, word, word, int(word != "fails"))) for word in words]
+    return Work(name, tuple(commands), tuple(needs))
 
 
 def order(folder: Path) -> list[str]:
     return (folder / "order.txt").read_text().split()
 
 
-def test_work_waits_for_what_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_work_waits_for_what_it_needs(tmp_path: Path) -> None:
     prepared = [
-        Work("model", (appends(tmp_path, "model"),)),
-        Work("release", (appends(tmp_path, "build"), appends(tmp_path, "publish")), ("model",)),
+        work(tmp_path, "model", (), "model"),
+        work(tmp_path, "unused", (), "unused"),
+        work(tmp_path, "release", ["model"], "build", "publish"),
     ]
-    measured = [Work(name, (appends(tmp_path, name),), ("release",)) for name in ("text", "images")]
+    measured = [work(tmp_path, name, ["release"], name) for name in ("text", "images")]
     assert run_all(tmp_path, prepared, measured)
     assert order(tmp_path) == ["model", "build", "publish", "text", "images"]
     assert "publish" in (tmp_path / "logs" / "release-1.txt").read_text()
-    assert run_all(tmp_path, prepared, measured)
-    assert len(order(tmp_path)) == 5, "what has succeeded is not run again"
-    more = [*measured, Work("controls", (appends(tmp_path, "controls"),), ("release",))]
-    assert run_all(tmp_path, prepared, more)
-    assert order(tmp_path)[5:] == ["controls"]
+    assert run_all(tmp_path, prepared, [*measured, work(tmp_path, "controls", ["release"], "controls")])
+    assert order(tmp_path)[5:] == ["controls"], "what has succeeded is not run again"
 
 
 def test_failure_stops_only_what_needs_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prepared = [
-        Work("model", ()),
-        Work("broken", (appends(tmp_path, "broken", status=3), appends(tmp_path, "never")), ("model",)),
-        Work("intact", (appends(tmp_path, "intact"),), ("model",)),
+        work(tmp_path, "broken", (), "fails", "never"),
+        work(tmp_path, "intact", (), "intact"),
     ]
-    measured = [Work("first", (appends(tmp_path, "first"),), ("broken",))]
-    measured += [Work("second", (appends(tmp_path, "second"),), ("intact",))]
+    measured = [work(tmp_path, "first", ["broken"], "first"), work(tmp_path, "second", ["intact"], "second")]
     assert not run_all(tmp_path, prepared, measured)
-    assert sorted(order(tmp_path)) == ["broken", "intact", "second"]
+    assert order(tmp_path) == ["fails", "intact", "second"]
     printed = capsys.readouterr().out
-    assert "broken: failed after" in printed and "\n  of broken" in printed
+    assert "broken: failed after" in printed and "\n  of fails" in printed
     assert "first: skipped, because broken failed" in printed
     (tmp_path / "order.txt").write_text("")
-    prepared[1] = Work("broken", (appends(tmp_path, "repaired"),), ("model",))
-    assert run_all(tmp_path, prepared, measured)
+    assert run_all(tmp_path, [work(tmp_path, "broken", (), "repaired"), prepared[1]], measured)
     assert order(tmp_path) == ["repaired", "first"]
 
 
-def test_plan_prepares_only_what_is_measured(tmp_path: Path) -> None:
-    prepared, measured = plan(tmp_path, Models(), "1024x1024", "512x512", 30, 10, 5)
-    assert [work.name for work in needed_work(prepared, measured)] == [work.name for work in prepared]
-    of = {work.name: work for work in measured}
-    assert [work.name for work in needed_work(prepared, [of["sd-text"]])] == ["sd"]
-    assert [work.name for work in needed_work(prepared, [of["adapters"]])] == ["sdxl-model", "sdxl-lora"]
-    for work in (*prepared, *measured):
-        assert set(work.needs) <= {other.name for other in prepared}
-    own = Models(Path("a"), Path("b"), (("edges", Path("c")),))
-    prepared, measured = plan(tmp_path, own, "256x256", "64x64", 2, 1, 1)
-    commands = [" ".join(command) for work in (*prepared, *measured) for command in work.commands]
-    assert [command for command in commands if "random" in command and "random_ip_adapter" not in command] == []
-    assert any("build a " in command and "--controlnet edges=c" in command for command in commands)
+def test_plan_names_the_size_and_gpus(tmp_path: Path) -> None:
+    def planned(*arguments: str) -> tuple[list[Work], list[Work]]:
+        prepared, measured = plan(make_parser().parse_args([str(tmp_path), *arguments]))
+        for one in (*prepared, *measured):
+            assert set(one.needs) <= {other.name for other in prepared}
+        return prepared, measured
+
+    prepared, measured = planned("--size", "256x256")
+    builds = [" ".join(command) for one in prepared for command in one.commands if "build" in command]
+    assert len(builds) == 4 and "--size 256x256@2 --controlnet full=" in builds[0] and "--lora-rank 32" in builds[1]
+    assert [one.name for one in measured] == ["text", "images", "controls", "image-prompts", "adapters", "sd-text"]
+    prepared, measured = planned("--gpus", "2")
+    shared = [" ".join(command) for command in measured[-1].commands]
+    assert measured[-1].needs == ("sdxl-bands",) and prepared[-1].needs == ("sdxl-model",)
+    assert len(shared) == 4 and sum("--bands 2" in command for command in shared) == 2
+    assert sum("--size 2048x2048" in command for command in shared) == 2
 
 
-def test_builds_at_the_same_time_have_a_gpu_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    visible = "import os, pathlib, time\n"
-    visible += f"gpu = pathlib.Path({str(tmp_path)!r}, 'gpu-' + os.environ['CUDA_VISIBLE_DEVICES'])\n"
-    visible += "gpu.touch()\n"
-    visible += "end = time.monotonic() + 60\n"
-    visible += "while len(list(gpu.parent.glob('gpu-*'))) < 2 and time.monotonic() < end: time.sleep(0.01)"
-    both = [Work(name, (("timeit", "-n1", "-r1", visible),)) for name in ("one", "other")]
-    assert run_all(tmp_path, both, [], at_once=2, gpus=2)
-    assert {path.name for path in tmp_path.glob("gpu-*")} == {"gpu-2", "gpu-3"}
+def test_random_sdxl_writes_the_same_loadable_folder_twice(tmp_path: Path) -> None:
+    """Narrow networks stand for SDXL's. Every component of base and refiner is loaded."""
+    narrow = {"block_out_channels": (32, 64, 64), "attention_head_dim": (1, 2, 2), "cross_attention_dim": 64}
+    narrow |= {"transformer_layers_per_block": 1, "addition_time_embed_dim": 8}
+    unet = random_sdxl.UNET | narrow | {"projection_class_embeddings_input_dim": 32 + 6 * 8}
+    text = NARROW_TEXT | {"projection_dim": 32}
+    configs = {
+        "unet": unet,
+        "refiner_unet": unet | {"cross_attention_dim": 32, "projection_class_embeddings_input_dim": 32 + 5 * 8},
+        "vae": random_sdxl.VAE | {"block_out_channels": (32, 32, 32, 32)},
+        "text_encoder": random_sdxl.TEXT_ENCODER | text,
+        "text_encoder_2": random_sdxl.TEXT_ENCODER_2 | text,
+    }
+    for folder in ("one", "two"):
+        random_sdxl.write(tmp_path / folder, MODEL_FOLDER, refiner=True, configs=configs)
+    for name in BASE_COMPONENTS + REFINER_COMPONENTS:
+        subfolder = "refiner" if name in REFINER_COMPONENTS else "."
+        first, second = (load_network(Checkpoint(tmp_path / one / subfolder), name, FP16) for one in ("one", "two"))
+        assert first.tensors().keys() == second.tensors().keys() and first.tensors()
+        for tensor, same in zip(first.tensors().values(), second.tensors().values(), strict=True):
+            assert torch.equal(tensor, same)
 
 
-def test_several_gpus_also_share_an_image(tmp_path: Path) -> None:
-    prepared, measured = plan(tmp_path, Models(), "1024x1024", "512x512", 30, 10, 5, gpus=2)
-    [shared] = [work for work in measured if work.name == "multi-gpu"]
-    assert [work.name for work in needed_work(prepared, [shared])] == ["sdxl-model", "sdxl-bands"]
-    commands = [" ".join(command) for command in shared.commands]
-    assert len(commands) == 4 and sum("--bands 2" in command for command in commands) == 2
-    assert sum("--size 2048x2048" in command for command in commands) == 2
+def test_random_sd_writes_a_folder_that_passes_the_check(tmp_path: Path) -> None:
+    """Narrow networks stand for those of Stable Diffusion 1.5."""
+    configs = {
+        "unet": random_sd.UNET | {"block_out_channels": (32, 64, 64, 64), "cross_attention_dim": 32},
+        "vae": random_sd.CONFIGS["vae"] | {"block_out_channels": (32, 32, 32, 32)},
+        "text_encoder": random_sd.CONFIGS["text_encoder"] | NARROW_TEXT,
+    }
+    random_sd.write(tmp_path / "sd", MODEL_FOLDER / "tokenizer", configs=configs)
+    folder = Checkpoint(tmp_path / "sd")
+    check_model(folder, None)
+    assert (folder.family, read_model_facts(folder, None).native_width) == ("sd", 512)
+
+
+def test_random_controlnets_have_sdxls_levels() -> None:
+    for kind in ("full", "mid", "small"):
+        entries = config(kind)
+        assert entries["block_out_channels"] == random_sdxl.UNET["block_out_channels"]
+        assert len(entries["down_block_types"]) == len(random_sdxl.UNET["down_block_types"])
+    assert not any("CrossAttn" in name for name in config("small")["down_block_types"])

@@ -2,13 +2,17 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from engine_builder.benchmarks.report import plots_of, render, write_report
+from engine_builder.benchmarks.report import SPEED_SECTION, plots_of, render, speed_bars, write_report
 from engine_builder.benchmarks.rows import BadRows, Row, append_rows, make_row, medians, percentile, read_rows
 from engine_builder.commands import main as cli
 from tests.support.repository import REPOSITORY
@@ -52,33 +56,18 @@ def test_page_links_to_exactly_the_existing_plots() -> None:
 # -- the page -----------------------------------------------------------------------------------------------------
 
 
-def test_sections_are_those_with_rows(folder: Path) -> None:
-    write(folder, [row()], "h200-sdxl")
+def test_page_has_notes_rows_and_their_provenance(folder: Path) -> None:
+    write(folder, [row(), row(case="a | b\nc", steps=20), row(command="echo `id`")], "h200-sdxl")
     write(folder, [], "empty")
+    (folder / "h200-sdxl.md").write_text("Measured at night.\n")
     text = render(folder, folder.with_suffix(".md"))
     assert re.findall("^## (.*)$", text, re.MULTILINE) == ["H200 SDXL"]
+    assert text.index("## H200") < text.index("Measured at night.") < text.index("| case |")
     assert "| sdxl/1 1024x1024 | fp16 | 30 | 1 | 10 ms | 11 ms | 12 ms | 5 | abc1234 |" in text
-    assert "- a GPU, driver 580.1, torch 2.13.0, commit abc1234: `preheat bench sdxl/1`" in text
-    assert "![" not in text
-
-
-def test_notes_come_before_the_table(folder: Path) -> None:
-    write(folder, [row()], "cpu")
-    (folder / "cpu.md").write_text("Measured at night.\n")
-    text = render(folder, folder.with_suffix(".md"))
-    assert text.index("## CPU") < text.index("Measured at night.") < text.index("| case |")
-
-
-def test_shared_facts_are_listed_once(folder: Path) -> None:
-    write(folder, [row(), row(steps=20), row(command="preheat bench sdxl/1 --refiner")])
-    text = render(folder, folder.with_suffix(".md"))
-    assert text.count("commit abc1234") == 2
-
-
-def test_text_of_a_row_does_not_break_the_table(folder: Path) -> None:
-    write(folder, [row(case="a | b\nc", command="echo `id`")])
-    text = render(folder, folder.with_suffix(".md"))
     assert "| a \\| b c |" in text and "`echo 'id'`" in text
+    assert "- a GPU, driver 580.1, torch 2.13.0, commit abc1234: `preheat bench sdxl/1`" in text
+    assert text.count("commit abc1234") == 2, "what rows share is listed once"
+    assert "![" not in text
 
 
 # -- the plots ----------------------------------------------------------------------------------------------------
@@ -105,14 +94,10 @@ SWEEPS: dict[str, tuple[list[Entries], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("rows, expected", SWEEPS.values(), ids=SWEEPS)
-def test_plots_depend_on_the_rows(folder: Path, rows: list[Entries], expected: list[str]) -> None:
-    assert [plot.name.removeprefix("x-") for plot in plots_of("x", [Row(**entries) for entries in rows])] == expected
-    write(folder, rows, "x")
-    plots = write_report(folder, folder.with_suffix(".md"))
-    assert [path.name for path in plots] == [f"x-{name}.svg" for name in expected]
-    for path in plots:
-        assert path.read_text().startswith("<?xml") and path.stat().st_size > 1000
+def test_plots_depend_on_the_rows() -> None:
+    for case, (rows, expected) in SWEEPS.items():
+        plots = plots_of("x", [Row(**entries) for entries in rows])
+        assert [plot.name.removeprefix("x-") for plot in plots] == expected, case
 
 
 def test_plots_show_the_rows_values(folder: Path) -> None:
@@ -123,19 +108,14 @@ def test_plots_show_the_rows_values(folder: Path) -> None:
 
 
 def test_same_rows_give_same_files_and_old_plots_are_deleted(folder: Path) -> None:
-    write(folder, [row(steps=10), row(steps=20)])
-    [path] = write_report(folder, folder.with_suffix(".md"))
-    before = path.read_bytes()
-    (folder / "old.svg").write_text("old")
-    assert write_report(folder, folder.with_suffix(".md")) == [path]
-    assert path.read_bytes() == before and not (folder / "old.svg").exists()
-
-
-def test_page_in_another_folder_links_to_the_plots(folder: Path) -> None:
     write(folder, [row(steps=10), row(steps=20)], "x")
     page = folder.parent / "other" / "page.md"
     page.parent.mkdir()
-    write_report(folder, page)
+    [path] = write_report(folder, page)
+    before = path.read_bytes()
+    (folder / "old.svg").write_text("old")
+    assert write_report(folder, page) == [path]
+    assert path.read_bytes() == before and not (folder / "old.svg").exists()
     assert "](../benchmarks/x-steps.svg)" in page.read_text()
 
 
@@ -153,6 +133,29 @@ def test_bars_of_one_case_have_different_labels(folder: Path) -> None:
     assert labels == ["batch 1, fp16, abc1234", "batch 1, fp16, abc1234'", "batch 2, fp16, abc1234"]
 
 
+# -- the chart of the README -----------------------------------------------------------------------------------------
+
+
+def test_speed_bars_are_of_one_run_and_name_their_source() -> None:
+    rows = read_rows(DOCS / "benchmarks" / f"{SPEED_SECTION}.json")
+    ordered = speed_bars(rows)
+    assert {bar.name.partition(" ")[0] for bar in ordered} == {"Preheat", "diffusers", "TensorRT"}
+    assert len(ordered) == 4 and all("H100" in bar.source for bar in ordered)
+    assert len({bar.source for bar in ordered if bar.is_measured}) == 1
+    assert all("published by" in bar.source for bar in ordered if not bar.is_measured)
+    assert [bar.seconds for bar in ordered] == sorted(bar.seconds for bar in ordered)
+    [preheat] = [bar for bar in ordered if bar.name == "Preheat"]
+    [measured] = [row for row in rows if row.case == "sdxl-30-steps, in turns with diffusers"]
+    assert preheat.seconds == measured.p50 / 1000
+    assert measured.commit in preheat.source and measured.torch in preheat.source
+    [eager] = [row for row in rows if row.case == "sdxl-30-steps, diffusers eager"]
+    renamed = speed_bars([eager.model_copy(update={"diffusers": "9.8"})])
+    assert "diffusers 9.8, eager" in [bar.name for bar in renamed]
+    for entry in ("commit", "gpu", "torch"):
+        with pytest.raises(BadRows, match="would compare different runs: .*another"):
+            speed_bars([*rows, eager.model_copy(update={entry: "another"})])
+
+
 # -- rows ---------------------------------------------------------------------------------------------------------
 
 
@@ -162,10 +165,10 @@ def test_percentiles_are_measured_values() -> None:
     assert percentile([7.0], 0.99) == 7.0 and percentile([3.0, 1.0, 2.0], 0.5) == 2.0
 
 
-@pytest.mark.parametrize("unit, p50, p90", [("ms", 5.0, 9.0), ("images/s", 6.0, 2.0), ("dB", 6.0, 2.0)])
-def test_nine_of_ten_runs_are_as_good_as_p90(unit: str, p50: float, p90: float) -> None:
-    measured = make_row("case", [float(value) for value in range(1, 11)], unit, "fp32", 20, 1)
-    assert (measured.p50, measured.p90) == (p50, p90)
+def test_nine_of_ten_runs_are_as_good_as_p90() -> None:
+    for unit, p50, p90 in (("ms", 5.0, 9.0), ("images/s", 6.0, 2.0), ("dB", 6.0, 2.0)):
+        measured = make_row("case", [float(value) for value in range(1, 11)], unit, "fp32", 20, 1)
+        assert (measured.p50, measured.p90) == (p50, p90), unit
 
 
 def test_medians_keep_the_order_of_the_phases() -> None:
@@ -200,13 +203,45 @@ BAD: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("rows, message", BAD.values(), ids=BAD)
-def test_refuses_invalid_rows(folder: Path, rows: Any, message: str) -> None:
-    (folder / "x.json").write_text(json.dumps(rows))
-    with pytest.raises(BadRows, match=message):
-        render(folder, folder.with_suffix(".md"))
-    with pytest.raises(BadRows, match=message):
-        append_rows(folder / "x.json", [])
+def test_refuses_invalid_rows(folder: Path) -> None:
+    for rows, message in BAD.values():
+        (folder / "x.json").write_text(json.dumps(rows))
+        with pytest.raises(BadRows, match=message):
+            render(folder, folder.with_suffix(".md"))
+        with pytest.raises(BadRows, match=message):
+            append_rows(folder / "x.json", [])
+
+
+def test_row_has_the_gpus_driver_and_clocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A fake nvidia-smi knows one GPU."""
+    smi = tmp_path / "nvidia-smi"
+    query = "--query-gpu=driver_version,clocks.sm,clocks.mem"
+    smi.write_text(f'#!/bin/sh\n[ "$1" = --id=GPU-1234 ] && [ "$2" = {query} ] && echo 580.1, 1755, 2619\n')
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    gpu = SimpleNamespace(uuid="1234")
+    cuda = SimpleNamespace(
+        is_available=lambda: True, get_device_name=lambda _: "a GPU", get_device_properties=lambda _: gpu
+    )
+    monkeypatch.setattr(torch, "cuda", cuda)
+    known = make_row("case", [1.0, 2.0, 4.0], "ms", "fp16", 30, 1).to_dict()
+    assert (known["gpu"], known["driver"]) == ("a GPU", "580.1")
+    assert known["clocks"] == {"sm_mhz": 1755.0, "memory_mhz": 2619.0}
+    gpu.uuid = "another"
+    unknown = make_row("case", [1.0], "ms", "fp16", 30, 1).to_dict()
+    assert unknown["value"] == 1.0 and unknown["driver"] == "" and "clocks" not in unknown
+
+
+def test_row_has_this_codes_commit_and_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = make_row("case", [1.0], "ms", "fp16", 30, 1).commit
+    subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
+    author = ["-c", "user.name=x", "-c", "user.email=x@example.com"]
+    subprocess.run(["git", *author, "commit", "--quiet", "--allow-empty", "-m", "x"], cwd=tmp_path, check=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["/x/preheat", "bench", "a/1", "--prompt", "a red circle"])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    measured = make_row("case", [1.0], "ms", "fp16", 30, 1)
+    assert measured.commit == commit and measured.command == "preheat bench a/1 --prompt 'a red circle'"
 
 
 def test_the_command_writes_the_page(folder: Path) -> None:
@@ -218,9 +253,9 @@ def test_the_command_writes_the_page(folder: Path) -> None:
 
 
 def test_bench_defaults_to_latency() -> None:
-    for arguments in (["bench", "latency", "--help"], ["bench", "toy/1", "--help"]):
-        assert "Measure a request in this process" in CliRunner().invoke(cli.app, arguments).output
-    assert (
-        "Measure cold starts of the real server"
-        in CliRunner().invoke(cli.app, ["bench", "cold-start", "--help"]).output
-    )
+    for arguments, text in (
+        (["latency"], "Measure a request in this process"),
+        (["toy/1"], "Measure a request in this process"),
+        (["cold-start"], "Measure cold starts of the real server"),
+    ):
+        assert text in CliRunner().invoke(cli.app, ["bench", *arguments, "--help"]).output

@@ -15,8 +15,7 @@ from prometheus_client import REGISTRY
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from engine_builder.benchmarks.precisions import compare
-from engine_builder.benchmarks.suite import Case
+from engine_builder.benchmarks.latency import Case, measure_cases
 from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan, Size, SizesRefused
 from engine_builder.checkpoints.folder import Checkpoint
@@ -245,7 +244,7 @@ def test_benchmark_compares_two_precisions(with_fp16: WritableStore, capsys: pyt
         for precision in (FP16, FP8)
     ]
     cases = [Case("2-steps", 2, 2, side=64), Case("both", 1, 2, images=2, side=64, throughput=True)]
-    rows = compare(models, cases)
+    rows = list(measure_cases(models, cases=cases))
     assert [(row.case, row.precision, row.unit, row.runs) for row in rows] == [
         ("2-steps, fp16", "float16", "ms", 2),
         ("2-steps, fp8", "fp8", "ms", 2),

@@ -1,19 +1,16 @@
 """IP-Adapters as networks: they compute what diffusers computes, and files that do not fit the model are refused."""
 
 import json
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from engine_builder.benchmarks import control, ip_adapter
 from engine_builder.checkpoints import random_ip_adapter
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError, IpAdapterFiles
 from engine_builder.checkpoints.ip_adapter import parse_ip_adapters
@@ -21,10 +18,6 @@ from engine_builder.commands.main import app
 from engine_builder.networks.check import check_model
 from engine_builder.networks.network import Network, load_network
 from model.engines.signatures import IMAGE_BIAS, IMAGE_KEYS, image_slots
-from model.errors import RequestRefused
-from model.loading.load import Loaded
-from model.loading.served import ServedIpAdapter
-from model.pipeline.params import GenerationParams
 from model.store.precision import FP16, FP32
 from tests.support import ip_adapters, toy_sd
 from tests.support.repository import MODEL_FOLDER
@@ -232,31 +225,3 @@ def test_random_adapters_have_the_shapes_of_public_ones() -> None:
         assert numbers == set(range(1, 140, 2))  # 70 cross-attentions
         assert shapes["ip_adapter.1.to_k_ip.weight"] == (640, 2048)
         assert shapes["ip_adapter.139.to_k_ip.weight"] == (1280, 2048)
-
-
-def test_the_benchmark_measures_one_and_the_most_images(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step's time is the difference of two requests: here 20 ms, and with an IP-Adapter 21 ms."""
-
-    def fake_work(loaded: Loaded, params: GenerationParams):  # type: ignore[no-untyped-def]
-        seen.append([(one.name, one.levels.shape) for one in params.image_prompts])
-        assert all(np.ptp(one.levels) for one in params.image_prompts)
-        per_step = 21.0 if params.image_prompts else 20.0
-
-        def work() -> dict[str, float]:
-            time.sleep(0.002)  # a request takes some time, to which the others are compared
-            return {"denoise": 50.0 + per_step * params.num_inference_steps}
-
-        return work
-
-    seen: list[list[tuple[str, tuple[int, ...]]]] = []
-    monkeypatch.setattr(control, "release_work", fake_work)
-    served = replace(loaded.served, ip_adapters={"style": ServedIpAdapter(images=2, side=16)})
-    rows, ratios = ip_adapter.compare(replace(loaded, served=served), steps=6, runs=2, warm_ups=0, side=64)
-    one, two = [("style", (1, 16, 16, 3))], [("style", (2, 16, 16, 3))]
-    assert seen == [[], [], one, one, two, two]
-    assert len(rows) == 6
-    assert {name: numbers["step"] for name, numbers in ratios.items()} == {
-        "style, 1 image": 1.05, "style, 2 images": 1.05,
-    }  # fmt: skip
-    with pytest.raises(RequestRefused, match="has no IP-Adapters"):
-        ip_adapter.compare(loaded, steps=6, runs=1)

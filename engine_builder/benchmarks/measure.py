@@ -16,8 +16,6 @@ from pathlib import Path
 import torch
 
 from engine_builder.benchmarks.rows import Row, make_row, medians
-from model.api.request import GenerationRequest
-from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.denoising.loop import ImageState
 from model.images.encode import Pixels, broken_image, encode_base64
@@ -28,7 +26,7 @@ from model.pipeline.runner import Runner
 from model.pipeline.spec import UNET
 from model.pipeline.text_to_image import generate, run_stages
 from model.scheduling.output_workers import THREADS
-from model.settings import ServedBucket, ServedPrecision, read_settings
+from model.settings import ServedPrecision, read_settings
 from model.store.store import open_store
 
 _ALTERNATING_RUNS = 4  # counted runs of a candidate before the next candidate
@@ -36,38 +34,27 @@ Work = Callable[[], dict[str, float]]
 """Generates the images of one request, and returns the milliseconds of its stages."""
 
 
-def release_parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser for the arguments `store` and `release` and the option `--out`."""
+def release_parser(description: str | None, kinds: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """Return a parser for the arguments `store` and `release`, after one of `kinds`, and for the option `--out`."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if kinds:
+        parser.add_argument("kind", choices=kinds)
     parser.add_argument("store", help="folder, file:// or s3:// URL")
     parser.add_argument("release", help="MODEL/VERSION")
     parser.add_argument("--out", type=Path, help="append the rows to this JSON file")
     return parser
 
 
-def load_in_process(
-    store: str,
-    release: str,
-    buckets: Sequence[ServedBucket] = (),
-    precision: ServedPrecision | None = None,
-    bands: int = 1,
-) -> Loaded:
+def load_in_process(store: str, release: str, precision: ServedPrecision | None = None, bands: int = 1) -> Loaded:
     """Load a release as a server does, with the settings of the environment. Raises as `load_release` does.
 
     `precision`: replaces the environment's. `bands`: those that each image is divided into.
     """
     settings = read_settings()
-    opened_store = open_store(store, settings.store_options())
     return load_release(
-        opened_store,
-        release,
-        find_targets(settings.runtime),
-        buckets,
-        ColdStart(),
-        settings.public_key,
-        precision=precision or settings.served_precision,
-        bands=bands,
-    )
+        open_store(store, settings.store_options()), release, find_targets(settings.runtime), (), ColdStart(),
+        settings.public_key, precision=precision or settings.served_precision, bands=bands,
+    )  # fmt: skip
 
 
 def measure(works: Sequence[Work], warm_ups: int, runs: int) -> list[tuple[list[float], dict[str, float]]]:
@@ -90,11 +77,13 @@ def measure(works: Sequence[Work], warm_ups: int, runs: int) -> list[tuple[list[
     return [(totals, medians(stages)) for totals, stages in measured]
 
 
-def bench_release(loaded: Loaded, request: GenerationRequest, warm_ups: int, runs: int) -> Row:
-    """Measure the release from the request to the encoded image, in this process."""
-    params = resolve(request, loaded.served)
-    [(totals, stages)] = measure([release_work(loaded, params)], warm_ups, runs)
-    return timed_row(loaded.release, params, precision_of(loaded), totals, stages)
+def measure_requests(requests: Sequence[tuple[str, Loaded, GenerationParams]], warm_ups: int, runs: int) -> list[Row]:
+    """Measure requests to loaded releases alternately. Returns the row of each, which begins with its name."""
+    measured = measure([release_work(loaded, params) for _, loaded, params in requests], warm_ups, runs)
+    return [
+        timed_row(name, params, precision_of(loaded), *result)
+        for (name, loaded, params), result in zip(requests, measured, strict=True)
+    ]
 
 
 def release_work(loaded: Loaded, params: GenerationParams) -> Work:
@@ -107,15 +96,6 @@ def release_work(loaded: Loaded, params: GenerationParams) -> Work:
         return timings | {"encode": (time.perf_counter() - began) * 1000}
 
     return work
-
-
-def bench_offline(loaded: Loaded, request: GenerationRequest, warm_ups: int, runs: int) -> Row:
-    """Measure the milliseconds of a request when the next request always waits. See `generate_offline`."""
-    params = resolve(request, loaded.served)
-    if warm_ups:
-        generate_offline(loaded, [params], 0, warm_ups)
-    totals = generate_offline(loaded, [params], 0, runs)
-    return timed_row(loaded.release, params, precision_of(loaded), totals, {})
 
 
 def generate_offline(

@@ -21,11 +21,10 @@ from tests.support.linear_networks import PLAIN
 
 
 def test_requests_are_reproducible() -> None:
-    request_of = numbered_requests(PLAIN, (4, 30), seed=1)
+    request_of = numbered_requests(PLAIN, (4, 30))
     steps = [request_of(number).num_inference_steps for number in range(400)]
     assert steps == [request_of(number).num_inference_steps for number in range(400)]
     assert steps.count(4) == pytest.approx(200, abs=40) and steps.count(30) == 400 - steps.count(4)
-    assert steps != [numbered_requests(PLAIN, (4, 30), seed=2)(number).num_inference_steps for number in range(400)]
     assert request_of(7).seed == 7
 
 
@@ -56,16 +55,11 @@ def test_saturated_rate_counts_steps() -> None:
 
 
 def test_error_ends_the_measurement() -> None:
-    class FailingScheduler:
-        def submit(self, params: GenerationParams, listener: Callable[[StepEvent], None]) -> SimpleNamespace:
-            result: Future[None] = Future()
-            result.set_exception(Unavailable("The GPU has failed."))
-            return SimpleNamespace(result=result)
-
+    result: Future[None] = Future()
+    result.set_exception(Unavailable("The GPU has failed."))
+    scheduler = cast(Scheduler, SimpleNamespace(submit=lambda *_: SimpleNamespace(result=result)))
     with pytest.raises(Unavailable, match="has failed"):
-        measure_saturated(
-            cast(Scheduler, FailingScheduler()), numbered_requests(PLAIN, (4,)), outstanding=4, seconds=50
-        )
+        measure_saturated(scheduler, numbered_requests(PLAIN, (4,)), outstanding=4, seconds=50)
 
 
 def test_measures_every_case(loaded: Loaded) -> None:
@@ -76,10 +70,9 @@ def test_measures_every_case(loaded: Loaded) -> None:
         rows = measure(loaded, request, seconds=0.5, share=0.7, images=2, mix=(1, 3))
     finally:
         loop.capacity = capacity
-    assert [row.case.partition(",")[0] for row in rows] == [
-        "offline", "in flight", "in flight", "in flight", "batch at a time", "in a mix against alone",
-    ]  # fmt: skip
-    assert [row.unit for row in rows] == ["images/s", "images/s", "images/s", "s", "s", "dB"]
+    cases = ["offline", "in flight", "in flight", "in flight", "batch at a time"]
+    assert [row.case.partition(",")[0] for row in rows] == cases
+    assert [row.unit for row in rows] == ["images/s", "images/s", "images/s", "s", "s"]
     assert all(row.value > 0 and row.batch == 2 for row in rows)
     assert all(row.p50 <= row.p99 if row.unit == "s" else row.p50 >= row.p99 for row in rows)
     assert rows[1].extra["of_offline"] == pytest.approx(rows[1].value / rows[0].value, rel=0.01)
@@ -87,4 +80,3 @@ def test_measures_every_case(loaded: Loaded) -> None:
     assert rows[2].extra["mix"] == rows[3].extra["mix"] == rows[4].extra["mix"] == [1, 3]
     assert rows[3].extra["arrivals_per_second"] == pytest.approx(0.7 * rows[2].value, rel=0.01)
     assert rows[1].extra["efficient"] == rows[3].extra["efficient"] == min(2, loop.efficient_batch // 2)
-    assert rows[5].extra["largest"] <= 1 and rows[5].extra["worst"] > 40
