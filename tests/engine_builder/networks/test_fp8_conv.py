@@ -1,6 +1,5 @@
 """Convolutions in FP8: the arithmetic, the policy, networks, keys and reports. The CPU convolves the same numbers."""
 
-
 import pytest
 import torch
 import torch.nn.functional as F
