@@ -1,13 +1,25 @@
-"""Ranges of networks, distances and validation reports, for tests of FP8 and INT8."""
+"""Ranges of networks, distances, validation reports and drafts of 8-bit engines, for tests of FP8 and INT8."""
 
+import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from typer.testing import CliRunner
 
+from engine_builder.commands.main import app
 from engine_builder.networks.network import Network
 from engine_builder.quantization.calibrate import observing
 from engine_builder.quantization.ranges import InputRange
 from engine_builder.quantization.validation.report import PromptResult, ValidationReport
+from engine_builder.stores.store import WritableStore
+from model.errors import PreheatError
+from model.loading.target import Target
+from model.store.manifest import EngineRecord, Manifest
+from model.store.precision import FP8, Precision
+from tests.support import releases
+
+GPU = Target("cuda", "h100", "sm90", "torch2.11-cu130")
 
 
 def decibels(exact: torch.Tensor, found: torch.Tensor) -> float:
@@ -39,6 +51,15 @@ def ranges_of(network: Network, inputs: Sequence[torch.Tensor]) -> dict[str, Inp
     return found
 
 
+def run(*arguments: object) -> tuple[int, str]:
+    """Run a `preheat` command. Returns its exit status and its output or error, in one line."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if isinstance(result.exception, PreheatError):
+        return 1, str(result.exception)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, " ".join(result.output.split())
+
+
 def prompt_result(number: int = 0, **changes: object) -> PromptResult:
     """Return the distances of a good prompt, with changes."""
     entries: dict[str, object] = {
@@ -56,3 +77,25 @@ def report_of(*prompts: PromptResult, **entries: object) -> ValidationReport:
         "reference": "fp16", "quantized": "fp8", "device": "a GPU", "torch": "2.11", "prompts": results,
     }  # fmt: skip
     return ValidationReport.model_validate(defaults | entries)
+
+
+def write_draft(store: WritableStore, target: str, precision: Precision | None = None, **changes: Any) -> Manifest:
+    """Write the draft of a toy's build for a target. Its UNet has the precision, or else the toy's own."""
+    draft = releases.draft_release(store)
+
+    def rebuilt(engine: EngineRecord) -> EngineRecord:
+        key = hashlib.sha256(f"{engine.key} {target} {precision}".encode()).hexdigest()
+        is_quantized = precision is not None and engine.component == "unet"
+        return engine.model_copy(
+            update={"target": target, "key": key} | ({"precision": precision} if is_quantized else {})
+        )
+
+    engines = tuple(map(rebuilt, draft.engines))
+    draft = draft.model_copy(update={"builder": {"source": "1"}, "engines": engines} | changes)
+    store.write_record("drafts", f"toy.{target}.{precision or 'fp16'}", draft.to_json())
+    return draft
+
+
+def write_fp8_draft(store: WritableStore, digest: str, target: str = GPU.key, **changes: Any) -> Manifest:
+    """Write the draft of a build in FP8. digest: of its quantization."""
+    return write_draft(store, target, FP8, **{"builder": {"source": "1", "quantization": digest}} | changes)

@@ -8,48 +8,27 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
 from engine_builder.backends.aot_inductor.compile import dynamic_bucket, engine_key
 from engine_builder.checkpoints.folder import Checkpoint
-from engine_builder.commands.main import app
 from engine_builder.networks import blocks
 from engine_builder.networks.fp8_linear import can_quantize
 from engine_builder.networks.int8_linear import Int8Linear, quantize_linear, smoothing_scales
-from engine_builder.networks.network import Network, load_network, public_name
-from engine_builder.quantization.calibrate import observing
-from engine_builder.quantization.check import Int8Unsupported, check_target
+from engine_builder.networks.network import load_network, public_name
 from engine_builder.quantization.plan import Quantization
 from engine_builder.quantization.policy import DEFAULTS, BadPolicy, Policy
-from engine_builder.quantization.quantize import quantize_layers, quantize_network
-from engine_builder.quantization.ranges import InputRange
-from engine_builder.quantization.validation.report import ValidationReport
+from engine_builder.quantization.quantize import quantize_network
 from model.errors import AdapterError
 from model.loading.adapters import read_adapters
-from model.loading.target import Target
 from model.store.precision import FP8, FP16, FP32, INT8
 from model.weights.int8 import quantize
 from tests.support import releases
+from tests.support.quantization import decibels, observed, ranges_of, run, unet_inputs
 
 SMOOTHED = Policy(smoothing=0.8)
 
 
-def decibels(exact: torch.Tensor, found: torch.Tensor) -> float:
-    error = (exact.double() - found.double()).square().sum()
-    return float(10 * torch.log10(exact.double().square().sum() / error))
-
-
-def observed(inputs: torch.Tensor) -> InputRange:
-    found = InputRange.empty(inputs.shape[-1], torch.device("cpu"))
-    found.observe(inputs, -1)
-    return found
-
-
-# -- the arithmetic --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("dtype", "bias"), [(torch.float32, True), (torch.float16, True), (torch.float16, False)])
 def test_product_equals_integers_of_numpy(dtype: torch.dtype, bias: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     linear = nn.Linear(96, 48, bias=bias).to(dtype).requires_grad_(False)
@@ -107,138 +86,62 @@ def test_smoothing_saves_inputs_with_an_outlier_channel() -> None:
     assert found[0.0] < 15 and found[0.8] > 30, found
 
 
-def test_scales_are_tensors_so_that_engines_hold_no_weights() -> None:
-    quantized = quantize_linear(nn.Linear(16, 32), torch.ones(16))
-    names = {name for name, _ in [*quantized.named_parameters(), *quantized.named_buffers()]}
-    assert names == {"weight", "bias", "weight_scale", "input_scale"}
-    assert quantized.weight.dtype == torch.int8 and quantized.weight_scale.shape == (32,)
-
-
-# -- a policy --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("policy", [Policy(), Policy(smoothing=0.5, clip="percentile")])
-def test_int8_needs_smoothing_without_a_clip(policy: Policy) -> None:
-    with pytest.raises(BadPolicy, match="A policy of int8 needs smoothing"):
-        policy.check_precision(INT8)
-
-
-def test_fp8_has_no_smoothing() -> None:
+def test_int8_needs_smoothing_without_a_clip_and_fp8_has_none() -> None:
+    for policy in (Policy(), Policy(smoothing=0.5, clip="percentile")):
+        with pytest.raises(BadPolicy, match="A policy of int8 needs smoothing"):
+            policy.check_precision(INT8)
     with pytest.raises(BadPolicy, match="A policy of fp8 has no smoothing"):
         SMOOTHED.check_precision(FP8)
-    for precision, policy in DEFAULTS.items():
-        policy.check_precision(precision)
+    for precision, default in DEFAULTS.items():
+        default.check_precision(precision)
 
 
 def test_digests_of_fp8_stay_and_those_of_int8_differ() -> None:
     """A stored validation of FP8 from before INT8 is still found."""
     fp8 = Quantization(Policy(), {"unet": "a key"}, {})
-    assert "smoothing" not in fp8.policy.entries
     assert fp8.digest == "32363e9ec637fc03e490d2fc4c3ea62b90a862985eea15b4e16befa12fbdcfaa"
     digests = {Quantization(Policy(smoothing=s), {"unet": "a key"}, {}, INT8).digest for s in (0.5, 0.8)}
     assert len(digests | {fp8.digest}) == 3
 
 
-# -- a network -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def network(toy_folder: Path) -> Network:
-    return load_network(Checkpoint(toy_folder), "unet", FP32, plain=True)
-
-
-@pytest.fixture(scope="module")
-def inputs(network: Network) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    found = [torch.randn(2, 4, 8, 8, generator=generator)]
-    for spec in network.signature.inputs[1:]:
-        found.append(torch.randn([2, *(int(size) for size in spec.shape[1:])], generator=generator))
-    return found
-
-
-@pytest.fixture(scope="module")
-def ranges(network: Network, inputs: list[torch.Tensor]) -> dict[str, InputRange]:
-    found: dict[str, InputRange] = {}
-    with observing(network.module, found), torch.inference_mode():
-        network.module(*inputs)
-    return found
-
-
-def test_quantized_network_predicts_nearly_the_same_noise(
-    network: Network, inputs: list[torch.Tensor], ranges: dict[str, InputRange]
-) -> None:
+def test_quantized_network_predicts_nearly_the_same_noise(toy_folder: Path) -> None:
+    """All linears are quantized, with a smaller error than in FP8, in an engine of its own."""
+    network = load_network(Checkpoint(toy_folder), "unet", FP32, plain=True)
+    inputs = unet_inputs(network)
+    ranges = ranges_of(network, inputs)
     quantized, layers = quantize_network(network, ranges, SMOOTHED, INT8)
     names = {public_name(name) for name, module in quantized.module.named_modules() if isinstance(module, Int8Linear)}
     suitable = {public_name(name) for name, module in network.module.named_modules() if can_quantize(module)}
     assert {layer.name for layer in layers} == names == suitable and quantized.precision == INT8
     assert all(layer.input_decibels is None and layer.weight_decibels > 35 for layer in layers)
-    with torch.inference_mode():
-        [exact], [found] = network.module(*inputs), quantized.module(*inputs)
     fp8, _ = quantize_network(network, ranges, Policy())
     with torch.inference_mode():
-        [in_fp8] = fp8.module(*inputs)
+        [exact], [found], [in_fp8] = (one.module(*inputs) for one in (network, quantized, fp8))
     assert decibels(exact, in_fp8) < decibels(exact, found) < 70
-
-
-def test_keys_of_engines_name_the_precision(network: Network) -> None:
-    clips = {name: 1.0 for name, module in network.module.named_modules() if can_quantize(module)}
-    clips = {public_name(name): clip for name, clip in clips.items()}
     target, bucket = releases.cpu_target(), dynamic_bucket(8)
-    keys = {engine_key(quantize_layers(network, clips, precision), target, bucket) for precision in (FP8, INT8)}
-    assert len(keys | {engine_key(network, target, bucket)}) == 3
-
-
-# -- commands and servers --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("capability", "suits"), [("sm75", False), ("sm80", True), ("sm86", True), ("sm90", True)])
-def test_int8_needs_compute_capability_8_0(capability: str, suits: bool) -> None:
-    target = Target("cuda", "gpu", capability, "torch2.11-cu130")
-    if suits:
-        check_target(target, INT8)
-    else:
-        with pytest.raises(Int8Unsupported, match=r"The GPU gpu \(sm75\) does not multiply INT8 numbers"):
-            check_target(target, INT8)
-    check_target(releases.cpu_target(), INT8)
-
-
-def test_check_compares_pictures_in_int8(toy_folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "prompts.txt").write_text("a circle\n")
-    arguments = [str(toy_folder), "--prompts", f"{tmp_path}/prompts.txt", "--steps", "2", "--size", "64x64"]
-    store = ["--store", f"{tmp_path}/store"]
-    assert CliRunner().invoke(app, ["calibrate", *arguments, *store], catch_exceptions=False).exit_code == 0
-    more = ["--quantized", "int8", "--count", "1", "--out", str(tmp_path)]
-    result = CliRunner().invoke(app, ["check-fp8", *arguments, *store, *more], catch_exceptions=False)
-    assert "layers in INT8" in result.output, result.output
-    report = ValidationReport.model_validate_json((tmp_path / "report.json").read_bytes())
-    assert (report.reference, report.quantized) == ("fp32", "int8")
-    assert 15 < report.summary.latents_decibels.worst < 80
-    assert '"smoothing": 0.8' in report.identity["policy"]
+    assert len({engine_key(one, target, bucket) for one in (network, quantized, fp8)}) == 3
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("command", "options", "message"),
     [
-        (["build", "--precision", "int8"], "int8 needs an NVIDIA GPU"),
-        (["build", "--vae-precision", "int8"], "int8 is not supported for the VAE"),
-        (["export-onnx", "--precision", "int8"], "'int8' is not supported for onnx"),
-        (["check-fp8", "--quantized", "int4"], "'int4' is not fp8 or int8"),
+        ("build", ["--precision", "int8"], "int8 needs an NVIDIA GPU"),
+        ("build", ["--vae-precision", "int8"], "int8 is not supported for the VAE"),
+        ("export-onnx", ["--precision", "int8"], "'int8' is not supported for onnx"),
+        ("check-fp8", ["--quantized", "int4"], "'int4' is not fp8 or int8"),
     ],
 )
-def test_command_refuses(arguments: list[str], message: str, toy_folder: Path, tmp_path: Path) -> None:
-    command, *options = arguments
-    ran = CliRunner().invoke(app, [command, str(toy_folder), "--store", str(tmp_path / "store"), *options])
-    assert ran.exit_code == 2
-    assert message in " ".join(ran.output.replace("│", " ").split()), ran.output
+def test_command_refuses(command: str, options: list[str], message: str, toy_folder: Path, tmp_path: Path) -> None:
+    status, output = run(command, toy_folder, "--store", tmp_path / "store", *options)
+    assert status == 2 and message in " ".join(output.replace("│", " ").split()), output
 
 
-@pytest.mark.parametrize("precision", [INT8, FP16])
-def test_adapters_are_refused(precision: Any) -> None:
-    selection = SimpleNamespace(engines={"unet": [SimpleNamespace(precision=precision, tensorrt=None)]})
-    store = SimpleNamespace(read_adapter=lambda name: name)
-    if precision == INT8:
-        with pytest.raises(AdapterError, match="not merged into weights in int8"):
-            read_adapters(cast(Any, store), ["style"], [], cast(Any, selection))
-        assert read_adapters(cast(Any, store), [], [], cast(Any, selection)) == []
-    else:
-        assert read_adapters(cast(Any, store), [], [], cast(Any, selection)) == []
+def test_adapters_are_refused() -> None:
+    store: Any = SimpleNamespace(read_adapter=lambda name: name)
+    int8, fp16 = (
+        cast(Any, SimpleNamespace(engines={"unet": [SimpleNamespace(precision=precision, tensorrt=None)]}))
+        for precision in (INT8, FP16)
+    )
+    with pytest.raises(AdapterError, match="not merged into weights in int8"):
+        read_adapters(store, ["style"], [], int8)
+    assert read_adapters(store, [], [], int8) == read_adapters(store, [], [], fp16) == []

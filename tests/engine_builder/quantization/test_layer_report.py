@@ -1,54 +1,53 @@
 """The table of `preheat build --precision fp8 --report`: shape, error and gain of each quantized layer."""
 
 import io
+from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 from torch import nn
 
 from engine_builder.backends.aot_inductor.compile import example_inputs
-from engine_builder.building.build_plan import BuildPlan
+from engine_builder.checkpoints.folder import Checkpoint
+from engine_builder.networks.fp8_conv import QuantizedConv, quantize_conv
 from engine_builder.networks.fp8_linear import QuantizedLinear, quantize_linear
 from engine_builder.networks.kernel_form import plain_operations
 from engine_builder.networks.network import load_network
-from engine_builder.quantization.calibrate import observing
 from engine_builder.quantization.layer_report import LayerGain, gains_table, measure_gains, time_products
 from engine_builder.quantization.plan import Quantization
 from engine_builder.quantization.policy import Policy
 from engine_builder.quantization.quantize import QuantizedLayer
-from engine_builder.quantization.ranges import InputRange
 from model.store.precision import FP16
+from tests.support.quantization import ranges_of
+from tests.support.repository import MODEL_FOLDER
 
 
 class FixedTimes:
     """Fixed milliseconds of a layer by its features: wide outputs save the most, and wide inputs lose time."""
 
     def __init__(self) -> None:
-        self.timed: list[tuple[int, int, bool]] = []  # inputs, outputs, with a bias
+        self.timed: list[tuple[object, ...]] = []
 
-    def __call__(self, linear: QuantizedLinear, shape: tuple[int, ...]) -> tuple[float, float]:
-        outputs, inputs = linear.weight.shape
-        assert shape == (2, 384, inputs)
-        self.timed.append((inputs, outputs, linear.bias is not None))
+    def __call__(self, layer: QuantizedLinear | QuantizedConv, shape: tuple[int, ...]) -> tuple[float, float]:
+        stride = layer.stride if isinstance(layer, QuantizedConv) else 0
+        self.timed.append((shape, tuple(layer.weight.shape), layer.bias is not None, stride))
+        outputs, inputs = layer.weight.shape[:2]
         return outputs / 16, inputs / 16
 
 
-@pytest.fixture(scope="module")
-def times() -> FixedTimes:
-    return FixedTimes()
-
-
-@pytest.fixture(scope="module")
-def gains(toy_plan: BuildPlan, times: FixedTimes) -> list[LayerGain]:
-    """The gains of the toy's UNet at batch 2 and 96x64, which are 384 tokens of 16 channels."""
-    network = load_network(toy_plan.base, "unet", FP16, "cpu")
+def gains_of(folder: Path, policy: Policy, times: FixedTimes) -> list[LayerGain]:
+    """Return the gains of a UNet at batch 2 and 96x64."""
+    network = load_network(Checkpoint(folder), "unet", FP16, "cpu")
     inputs = example_inputs(network.signature, 2, 64, 96, "cpu")
-    ranges: dict[str, InputRange] = {}
-    with torch.inference_mode(), plain_operations(), observing(network.module, ranges):
-        network.module(*(inputs[spec.name] for spec in network.signature.inputs))
-    policy = Policy(keep_fp16=["*.proj_in", "*.proj_out", "mid_block.*"])
+    with plain_operations():
+        ranges = ranges_of(network, [inputs[spec.name] for spec in network.signature.inputs])
     return measure_gains(network, Quantization(policy, {"unet": "a key"}, {"unet": ranges}), inputs, times)
+
+
+@pytest.fixture(scope="module")
+def gains(toy_folder: Path) -> list[LayerGain]:
+    """The gains of the toy's UNet: 384 tokens of 16 channels."""
+    return gains_of(toy_folder, Policy(keep_fp16=["*.proj_in", "*.proj_out", "mid_block.*"]), FixedTimes())
 
 
 def test_every_quantized_layer_has_its_shape_and_error(gains: list[LayerGain]) -> None:
@@ -67,19 +66,22 @@ def test_layers_that_save_the_least_time_come_first(gains: list[LayerGain]) -> N
     assert gains[0].layer.name.endswith(".ff.net.2") and gains[-1].layer.name.endswith(".interleaved")
 
 
-def test_layers_of_equal_shapes_are_timed_once(gains: list[LayerGain], times: FixedTimes) -> None:
-    assert len(times.timed) == len(set(times.timed)) == 5 < len(gains)
+def test_layers_of_equal_shapes_are_timed_once() -> None:
+    """The stride of a convolution is part of its shape."""
+    times = FixedTimes()
+    gains = gains_of(MODEL_FOLDER, Policy(convolutions=["*"]), times)
+    assert len(times.timed) == len(set(times.timed)) < len(gains)
+    assert {stride for *_, stride in times.timed} == {0, 1, 2}
 
 
 def test_times_both_products_of_a_layer() -> None:
-    linear = quantize_linear(nn.Linear(16, 16).half(), 1.0)
+    linear, conv = quantize_linear(nn.Linear(16, 16).half(), 1.0), quantize_conv(nn.Conv2d(16, 16, 3), 1.0)
     assert all(milliseconds > 0 for milliseconds in time_products(linear, (2, 3, 16)))
+    assert all(milliseconds > 0 for milliseconds in time_products(conv, (1, 16, 4, 4)))
 
 
 def test_table_shows_the_numbers_of_a_layer() -> None:
     gain = LayerGain(QuantizedLayer("mid.to_q", 3.0, 31.25, 30.0), (2, 384, 16), 0.3, 0.2)
-    console = Console(file=io.StringIO(), width=120)
-    console.print(gains_table("unet", [gain]))
-    assert isinstance(console.file, io.StringIO)
-    cells = "mid.to_q 2x384x16 31.2 dB 30.0 dB 300 us 200 us 1.50x"
-    assert cells in " ".join(console.file.getvalue().split())
+    file = io.StringIO()
+    Console(file=file, width=120).print(gains_table("unet", [gain]))
+    assert "mid.to_q 2x384x16 31.2 dB 30.0 dB 300 us 200 us 1.50x" in " ".join(file.getvalue().split())

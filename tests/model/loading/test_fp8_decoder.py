@@ -11,14 +11,11 @@ from engine_builder.releases.publish import merge_drafts
 from engine_builder.releases.validation_gate import require_validation
 from engine_builder.stores.local import WritableLocalStore
 from model.loading.select import select
-from model.loading.target import Target
 from model.settings import ServedPrecision
 from model.store.manifest import Manifest, Signature
 from model.store.precision import BF16, FP8, FP16, FP32, Dtype, Precision
-from tests.engine_builder.releases.test_publish_validation import PICTURES, report_of
 from tests.support import releases
-
-GPU = Target("cuda", "h100", "sm90", "torch2.11-cu130")
+from tests.support.quantization import GPU, report_of
 
 
 def recast(signature: Signature, dtype: Dtype) -> Signature:
@@ -82,8 +79,7 @@ def test_validation_compares_with_the_unets_precision(vae: Precision, tmp_path: 
     manifest = release(tmp_path, vae)
     digest = manifest.builder["quantization"]
     for reference, refused in (("fp16", False), (vae.name, True)):
-        report = report_of().model_copy(update={"reference": reference, "identity": {"quantization": digest}})
-        write_validation(store, report, PICTURES)
+        write_validation(store, report_of(reference=reference, identity={"quantization": digest}), b"pictures")
         found = require_validation(store, manifest, Thresholds(), accept=True).validation
         assert found is not None
         assert any("a comparison with fp16 is required" in sentence for sentence in found.violations) == refused
