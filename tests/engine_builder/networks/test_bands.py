@@ -1,6 +1,7 @@
 """UNets that compute bands of an image: run together, they compute what the whole UNet computes."""
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,27 +26,36 @@ from model.validation import BAND_COUNTS
 from tests.support.repository import MODEL_FOLDER
 
 
+@functools.cache
 def unet_of(bands: int) -> Network:
     return load_network(Checkpoint(MODEL_FOLDER), f"{UNET}_{bands}_bands", FP32, text_chunks=None)
 
 
+def engine_of(network: Network) -> EagerEngine:
+    return EagerEngine(network.component, network.module, network.signature)
+
+
 def band_engine(network: Network, count: int) -> BandEngine:
-    return BandEngine([EagerEngine(network.component, network.module, network.signature) for _ in range(count)])
-
-
-@pytest.fixture(scope="module", params=BAND_COUNTS)
-def unet(request: pytest.FixtureRequest) -> Network:
-    return unet_of(request.param)
+    return BandEngine([engine_of(network) for _ in range(count)])
 
 
 @torch.inference_mode()
-def test_bands_compute_the_whole_image(unet: Network) -> None:
+def run_whole(network: Network, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Return the noise of the whole image."""
+    with plain_operations():
+        [whole] = network.module(*(inputs[spec.name] for spec in network.signature.inputs))
+    return whole
+
+
+@pytest.mark.parametrize("count", BAND_COUNTS)
+@torch.inference_mode()
+def test_bands_compute_the_whole_image(count: int) -> None:
+    unet = unet_of(count)
     assert unet.multiple is not None
     inputs = example_inputs(unet.signature, 2, unet.multiple, unet.multiple + 32, "cpu")
-    with plain_operations():
-        [whole] = unet.module(*(inputs[spec.name] for spec in unet.signature.inputs))
     noise = band_engine(unet, unet.bands).run(inputs)["noise"]
-    torch.testing.assert_close(noise, whole, atol=3e-5, rtol=0)
+    torch.testing.assert_close(noise, run_whole(unet, inputs), atol=3e-5, rtol=0)
+    assert not any(isinstance(module, WinogradConv) for module in unet.module.modules())
 
 
 class Unconnected:
@@ -64,36 +74,25 @@ class Unconnected:
 def test_a_band_needs_the_others() -> None:
     unet = unet_of(2)
     inputs = example_inputs(unet.signature, 1, 128, 64, "cpu")
-    with plain_operations():
-        [whole] = unet.module(*(inputs[spec.name] for spec in unet.signature.inputs))
     with row_exchange.joined(Unconnected(2)):
-        noise = EagerEngine(unet.component, unet.module, unet.signature).run(inputs)["noise"]
-    assert (noise - whole)[:, :, :8].abs().max() > 1e-2
-
-
-@pytest.mark.parametrize(("ranks", "have"), [(1, "this is one rank"), (4, "this is 4 ranks")])
-def test_an_engine_refuses_other_bands(ranks: int, have: str) -> None:
-    unet = unet_of(2)
-    inputs = example_inputs(unet.signature, 1, 128, 64, "cpu")
-    engine = EagerEngine(unet.component, unet.module, unet.signature)
-    with pytest.raises(EngineError, match=have):
-        if ranks == 1:
-            engine.run(inputs)
-        else:
-            band_engine(unet, ranks).run(inputs)
+        noise = engine_of(unet).run(inputs)["noise"]
+    assert (noise - run_whole(unet, inputs))[:, :, :8].abs().max() > 1e-2
+    with pytest.raises(EngineError, match="this is one rank"):
+        engine_of(unet).run(inputs)
+    with pytest.raises(EngineError, match="this is 4 ranks"):
+        band_engine(unet, 4).run(inputs)
 
 
 def test_the_error_of_a_band_is_raised() -> None:
     unet = unet_of(2)
-    inputs = example_inputs(unet.signature, 1, 128, 64, "cpu")
 
     class Broken(EagerEngine):
         def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
             raise EngineError("broken", "")
 
-    whole, broken = (kind(unet.component, unet.module, unet.signature) for kind in (EagerEngine, Broken))
+    broken = Broken(unet.component, unet.module, unet.signature)
     with pytest.raises(EngineError, match="broken"):
-        BandEngine([whole, broken]).run(inputs)
+        BandEngine([engine_of(unet), broken]).run(example_inputs(unet.signature, 1, 128, 64, "cpu"))
 
 
 @pytest.mark.parametrize("arguments", [{"kernel_size": 3, "padding": 1}, {"kernel_size": 3, "padding": 1, "stride": 2},
@@ -133,40 +132,21 @@ def test_engine_keys_depend_on_the_bands(toy_plan: BuildPlan) -> None:
     assert len(keys) == 3
 
 
-def test_band_unets_have_no_winograd_convolutions() -> None:
-    assert not any(isinstance(module, WinogradConv) for module in unet_of(2).module.modules())
+def test_a_plan_builds_the_sizes_that_its_bands_divide(toy_plan: BuildPlan) -> None:
+    odd = Size(1, 64 + toy_plan.base.size_step(), 64)
+    even = Size(1, 64, 64)
 
+    def names(*sizes: Size, bands: tuple[int, ...]) -> list[str]:
+        plan = replace(toy_plan, sizes=sizes, bands=bands)
+        return [name for name in plan.components if name.endswith("_bands")]
 
-@pytest.mark.parametrize(
-    ("sizes", "bands", "planned"),
-    [
-        ((), (2, 4), ["unet_2_bands", "unet_4_bands"]),
-        ((Size(1, 64, 64), Size(1, 128, 64)), (4,), ["unet_4_bands"]),
-        ((Size(1, 64, 64),), (), []),
-    ],
-)
-def test_a_plan_names_its_bands(
-    toy_plan: BuildPlan, sizes: Sequence[Size], bands: tuple[int, ...], planned: list[str]
-) -> None:
-    plan = replace(toy_plan, sizes=tuple(sizes), bands=bands)
-    assert [name for name in plan.components if name.endswith("_bands")] == planned
-
-
-def test_only_sizes_that_can_be_divided_are_built(toy_plan: BuildPlan) -> None:
-    odd = 64 + toy_plan.base.size_step()
-    plan = replace(toy_plan, sizes=(Size(1, 64, 64), Size(1, odd, 64)), bands=(2,))
+    assert names(bands=(2, 4)) == ["unet_2_bands", "unet_4_bands"]
+    assert names(even, Size(1, 128, 64), bands=(4,)) == ["unet_4_bands"] and names(even, bands=()) == []
+    plan = replace(toy_plan, sizes=(even, odd), bands=(2,))
     [bucket] = plan.buckets_of(plan.load("unet_2_bands", ModuleReader()))
     assert bucket.height is not None and bucket.height.max == 64
-
-
-def test_bands_beyond_the_sides_of_dynamic_engines_are_refused() -> None:
-    plan = BuildPlan("tiny", Checkpoint(MODEL_FOLDER), None, build_target(), FP32, bands=(8,))
-    with pytest.raises(SizesRefused, match="8 bands need heights in steps of 256"):
-        plan.check_sizes()
-
-
-def test_bands_of_no_size_are_refused(toy_plan: BuildPlan) -> None:
-    height = 64 + toy_plan.base.size_step()
-    plan = replace(toy_plan, sizes=(Size(1, height, 64),), bands=(2,))
     with pytest.raises(SizesRefused, match="divided into 2 bands"):
-        plan.check_sizes()
+        replace(plan, sizes=(odd,)).check_sizes()
+    tiny = BuildPlan("tiny", Checkpoint(MODEL_FOLDER), None, build_target(), FP32, bands=(8,))
+    with pytest.raises(SizesRefused, match="8 bands need heights in steps of 256"):
+        tiny.check_sizes()
