@@ -4,6 +4,7 @@ Only tests build FP8 engines for a CPU: `preheat build` and `preheat publish` re
 """
 
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,16 +12,15 @@ import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKL
+from numpy.typing import NDArray
 from prometheus_client import REGISTRY
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
-from engine_builder.benchmarks.latency import Case, measure_cases
-from engine_builder.building.build import build
+from engine_builder.building import build as build_module
+from engine_builder.building.build import BuildResult, build
 from engine_builder.building.build_plan import BuildPlan, Size, SizesRefused
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.commands.build_report import _vae_remark
-from engine_builder.commands.main import app
 from engine_builder.networks.fp8_conv import CONV_VERSION
 from engine_builder.networks.network import ModuleReader
 from engine_builder.quantization.plan import Quantization, plan_quantization
@@ -41,14 +41,26 @@ from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.text_to_image import generate
 from model.scheduling.comparison import ImageComparison
 from model.settings import ServedPrecision
-from model.store.manifest import Fp16Steps, Manifest
+from model.store.manifest import EngineRecord, Fp16Steps, Manifest
 from model.store.manifest_json import parse_constants
 from model.store.precision import FP8, FP16, FP32, INT8, Precision
 from tests.engine_builder.helpers import edit_json, folder_of
+from tests.support.quantization import run
 
-pytestmark = pytest.mark.usefixtures("uncompiled_builds")
+pytestmark = pytest.mark.usefixtures("quick_builds")
 
-VAE_POLICY = Policy(keep_fp16=["*.proj_in", "*.proj_out"], vae_convolutions=["decoder.*"])
+KEPT = ["*.proj_in", "*.proj_out"]
+VAE_POLICY = Policy(keep_fp16=KEPT, vae_convolutions=["decoder.*"])
+REQUEST = GenerationRequest(prompt="a circle", negative_prompt="a line", seed=3, num_inference_steps=6)
+
+
+@pytest.fixture(scope="module")
+def quick_builds(uncompiled_builds: None) -> Iterator[None]:
+    """Builds compile nothing, compare nothing with diffusers and fit no map for previews: other tests do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build_module, "compare_once", lambda *_: None)
+        patch.setattr(build_module, "with_preview_map", lambda facts, *_: facts)
+        yield
 
 
 class BuildStarted(Exception):
@@ -60,28 +72,33 @@ def stop_build(*progress: object) -> None:
 
 
 def calibrate(store: WritableStore, folder: Path, *options: str) -> None:
-    prompts = Path(folder_of(store)) / "prompts.txt"
+    prompts = folder_of(store) / "prompts.txt"
     prompts.write_text("a circle\na square\n")
-    arguments = ["calibrate", str(folder), "--prompts", str(prompts), "--steps", "2", "--size", "64x64"]
-    ran = CliRunner().invoke(app, [*arguments, *options, "--store", store.url], catch_exceptions=False)
-    assert ran.exit_code == 0, ran.output
+    status, output = run(
+        "calibrate", folder, "--prompts", prompts, "--steps", 2, "--size", "64x64", "--store", store.url, *options
+    )
+    assert status == 0, output
 
 
-def quantized_plan(plan: BuildPlan, policy: Policy, store: WritableStore) -> BuildPlan:
-    return replace(plan, quantization=plan_quantization(plan.base, None, policy, store))
+def quantized_plan(plan: BuildPlan, policy: Policy, store: WritableStore, precision: Precision = FP8) -> BuildPlan:
+    quantization = plan_quantization(plan.base, None, policy, store, precision=precision)
+    return replace(plan, precision=precision, quantization=quantization)
+
+
+def copy_of(store: WritableStore, folder: Path) -> WritableStore:
+    return open_writable_store(shutil.copytree(folder_of(store), folder / "store"))
+
+
+@pytest.fixture(scope="module")
+def fp8_store(quick_builds: None, toy_store: WritableStore, tmp_path_factory: pytest.TempPathFactory) -> WritableStore:
+    return copy_of(toy_store, tmp_path_factory.mktemp("fp8"))
 
 
 @pytest.fixture(scope="module")
 def fp8_plan(toy_plan: BuildPlan, fp8_store: WritableStore) -> BuildPlan:
     """The toy's plan in FP8, with its outer linears in fp16."""
     calibrate(fp8_store, toy_plan.base.root)
-    quantization = plan_quantization(toy_plan.base, None, Policy(keep_fp16=["*.proj_in", "*.proj_out"]), fp8_store)
-    return replace(toy_plan, precision=FP8, quantization=quantization)
-
-
-@pytest.fixture(scope="module")
-def fp8_store(toy_store: WritableStore, tmp_path_factory: pytest.TempPathFactory) -> WritableStore:
-    return open_writable_store(shutil.copytree(folder_of(toy_store), tmp_path_factory.mktemp("fp8") / "store"))
+    return quantized_plan(toy_plan, Policy(keep_fp16=KEPT), fp8_store)
 
 
 @pytest.fixture(scope="module")
@@ -89,91 +106,7 @@ def built(fp8_plan: BuildPlan, fp8_store: WritableStore) -> tuple[WritableStore,
     """A release of the toy in fp32 and FP8."""
     result = build(fp8_plan, fp8_store)
     assert "unet" in result.compiled
-    manifest = merge_drafts(read_drafts(fp8_store, "toy-sdxl")).model_copy(update={"version": "mixed"})
-    fp8_store.write_release(manifest)
-    return fp8_store, manifest
-
-
-def load(store: WritableStore, precision: Precision | None, fp16_steps: Fp16Steps | None = None) -> Loaded:
-    served = ServedPrecision(precision, fp16_steps)
-    return load_release(store, "toy-sdxl/mixed", detect_targets(), [], ColdStart(), precision=served)
-
-
-def picture(loaded: Loaded) -> "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]":
-    return generate_one(loaded.model, loaded)
-
-
-def generate_one(model: LoadedModel, loaded: Loaded) -> "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]":
-    request = GenerationRequest(prompt="a circle", negative_prompt="a line", seed=3, num_inference_steps=6)
-    return generate(model, [resolve(request, loaded.served)])[0][0]
-
-
-def test_only_unets_are_fp8(built: tuple[WritableStore, Manifest], fp8_plan: BuildPlan) -> None:
-    store, manifest = built
-    by_precision = {
-        precision: {e.component for e in manifest.engines if e.precision == precision}
-        for precision in (FP8, FP16, FP32)
-    }
-    assert by_precision[FP8] == {"unet"}
-    assert by_precision[FP16] == set(fp8_plan.components) - {"unet"}
-    assert by_precision[FP32] == set(fp8_plan.components)
-    [unet] = [engine for engine in manifest.engines if engine.precision == FP8]
-    assert {spec.dtype for spec in (*unet.signature.inputs, *unet.signature.outputs)} == {"float16"}
-    assert unet.required_schema == 2 and manifest.required_schema == 5
-    constants = parse_constants(store.get(unet.constants.sha256, unet.constants.bytes).read_bytes())
-    quantized = {constant.tensor for constant in constants.values() if constant.dtype == "float8_e4m3fn"}
-    assert len(quantized) > 5 and not any(".proj_" in tensor for tensor in quantized)
-    scales = {constant.tensor for constant in constants.values() if constant.tensor.endswith("_scale")}
-    assert len(scales) == 2 * len(quantized), "scales are weights: another model's must not be compiled in"
-
-
-def test_deployment_chooses_the_precision(built: tuple[WritableStore, Manifest]) -> None:
-    store, _ = built
-    default, fp8 = load(store, None), load(store, FP8)
-    for loaded, dtype in ((default, "float32"), (fp8, "float16")):
-        names = {name for name, engines in loaded.model.engines.items() if engines.signature.outputs[0].dtype == dtype}
-        assert {"unet", "unet_text", "unet_time", "vae_decoder"} <= names
-    assert default.served == fp8.served
-    difference = np.abs(picture(default).astype(int) - picture(fp8).astype(int))
-    assert 0 < difference.mean() < 12, "the same picture, or another one"
-
-
-def test_release_without_the_precision_is_refused(built: tuple[WritableStore, Manifest]) -> None:
-    released = built[0].read_release("toy-sdxl/1")
-    with pytest.raises(NoEngineForTarget, match=r"no unet engine in fp8 for .*\. It has fp32\..*--precision fp8"):
-        select(released, detect_targets(), [], precision=ServedPrecision(FP8))
-
-
-def test_first_and_last_steps_need_fp16_engines(built: tuple[WritableStore, Manifest]) -> None:
-    with pytest.raises(NoEngineForTarget, match=r"no unet engine in fp16 for .*\. It has fp32, fp8\."):
-        load(built[0], FP8, Fp16Steps(first=1))
-
-
-def test_comparison_needs_fp16_engines(built: tuple[WritableStore, Manifest]) -> None:
-    served = ServedPrecision(FP8, compares=True)
-    with pytest.raises(NoEngineForTarget, match=r"no unet engine in fp16 .*`compare_every`"):
-        select(built[1], detect_targets(), [], precision=served)
-
-
-def test_comparison_needs_an_8_bit_unet(built: tuple[WritableStore, Manifest]) -> None:
-    with pytest.raises(ConfigError, match=r"release toy-sdxl/mixed is served in fp32\..*`compare_every`"):
-        select(built[1], detect_targets(), [], precision=ServedPrecision(compares=True))
-
-
-def test_code_of_another_version_is_built_again(
-    built: tuple[WritableStore, Manifest], fp8_plan: BuildPlan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    build(fp8_plan, built[0])
-    monkeypatch.setattr("engine_builder.building.build.LINEAR_VERSION", 99)
-    with pytest.raises(BuildStarted):
-        build(fp8_plan, built[0], stop_build)
-
-
-def test_release_with_fp16_steps_needs_the_fp16_engines(built: tuple[WritableStore, Manifest]) -> None:
-    for steps in (None, Fp16Steps()):
-        check_fp16_steps(built[1].model_copy(update={"fp16_steps": steps}))
-    with pytest.raises(MissingFp16Engines, match=r"an engine of unet for cpu-.* exists only in fp8.*--precision fp16"):
-        check_fp16_steps(built[1].model_copy(update={"fp16_steps": Fp16Steps(last=1)}))
+    return fp8_store, write_release(fp8_store, read_drafts(fp8_store, "toy-sdxl"), "mixed")
 
 
 @pytest.fixture(scope="module")
@@ -181,19 +114,119 @@ def with_fp16(built: tuple[WritableStore, Manifest], fp8_plan: BuildPlan) -> Wri
     """The store with the release toy-sdxl/steps, in fp16 and FP8, whose first two steps run in fp16."""
     store, _ = built
     build(replace(fp8_plan, precision=FP16, quantization=None), store)
-    assert fp8_plan.quantization is not None
-    policy = fp8_plan.quantization.policy.model_copy(update={"fp16_steps": Fp16Steps(first=2)})
-    result = build(replace(fp8_plan, quantization=plan_quantization(fp8_plan.base, None, policy, store)), store)
+    result = build(quantized_plan(fp8_plan, Policy(keep_fp16=KEPT, fp16_steps=Fp16Steps(first=2)), store), store)
     assert result.compiled == () and result.draft.fp16_steps == Fp16Steps(first=2)
-    manifest = merge_drafts([draft for draft in read_drafts(store, "toy-sdxl") if not has_fp32(draft)])
-    assert manifest.fp16_steps == Fp16Steps(first=2) and manifest.schema_version == 5
+    manifest = write_release(store, drafts_without_fp32(store), "steps")
+    assert manifest.fp16_steps == Fp16Steps(first=2)
     check_fp16_steps(manifest)
-    store.write_release(manifest.model_copy(update={"version": "steps"}))
     return store
 
 
-def has_fp32(draft: Manifest) -> bool:
-    return any(engine.precision == FP32 for engine in draft.engines)
+def drafts_without_fp32(store: WritableStore) -> list[Manifest]:
+    drafts = read_drafts(store, "toy-sdxl")
+    return [draft for draft in drafts if not any(engine.precision == FP32 for engine in draft.engines)]
+
+
+def write_release(store: WritableStore, drafts: list[Manifest], version: str) -> Manifest:
+    manifest = merge_drafts(drafts).model_copy(update={"version": version})
+    store.write_release(manifest)
+    return manifest
+
+
+def load(store: WritableStore, version: str, served: ServedPrecision) -> Loaded:
+    return load_release(store, f"toy-sdxl/{version}", detect_targets(), [], ColdStart(), precision=served)
+
+
+def picture(loaded: Loaded, model: LoadedModel | None = None) -> NDArray[np.int64]:
+    """Return the picture of REQUEST by a loaded release, or by another model with the same settings."""
+    return generate(model or loaded.model, [resolve(REQUEST, loaded.served)])[0][0].astype(np.int64)
+
+
+def assert_nearly_equal(first: NDArray[np.int64], second: NDArray[np.int64]) -> None:
+    assert 0 < np.abs(first - second).mean() < 12, "the same picture, or another one"
+
+
+def engine_of(manifest: Manifest, component: str, precision: Precision) -> EngineRecord:
+    [engine] = [one for one in manifest.engines if (one.component, one.precision) == (component, precision)]
+    return engine
+
+
+def tensors_of(store: WritableStore, engine: EngineRecord) -> dict[str, str]:
+    """Return the type of each tensor that an engine reads. Weights and scales must be among them."""
+    constants = parse_constants(store.get(engine.constants.sha256, engine.constants.bytes).read_bytes())
+    tensors = {constant.tensor: constant.dtype for constant in constants.values()}
+    quantized = [name for name, dtype in tensors.items() if dtype in ("float8_e4m3fn", "int8")]
+    assert len(quantized) > 5
+    for name in quantized:
+        for scale in (f"{name}_scale", f"{name.removesuffix('weight')}input_scale"):
+            assert tensors[scale] == "float32", "another model's scale must not be compiled in"
+    return tensors
+
+
+def test_only_unets_are_fp8(built: tuple[WritableStore, Manifest], fp8_plan: BuildPlan) -> None:
+    store, manifest = built
+    everything = set(fp8_plan.components)
+    for precision, expected in ((FP8, {"unet"}), (FP16, everything - {"unet"}), (FP32, everything)):
+        assert {engine.component for engine in manifest.engines if engine.precision == precision} == expected
+    unet = engine_of(manifest, "unet", FP8)
+    assert {spec.dtype for spec in (*unet.signature.inputs, *unet.signature.outputs)} == {"float16"}
+    assert unet.required_schema == 2 and manifest.required_schema == 5
+    quantized = [name for name, dtype in tensors_of(store, unet).items() if dtype == "float8_e4m3fn"]
+    assert not any(".proj_" in name for name in quantized)
+    [record] = [weights for weights in manifest.weights if weights.component == "unet" and weights.precision == FP8]
+    tensors = {k: t for blob in record.blobs for k, t in load_file(store.get(blob.sha256, blob.bytes)).items()}
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float8_e4m3fn, torch.float16, torch.float32}
+    assert all(t.ndim == 0 for t in tensors.values() if t.dtype == torch.float32), "only scales are float32"
+
+
+def test_deployment_chooses_the_precision(built: tuple[WritableStore, Manifest]) -> None:
+    default, fp8 = (load(built[0], "mixed", ServedPrecision(precision)) for precision in (None, FP8))
+    for loaded, dtype in ((default, "float32"), (fp8, "float16")):
+        names = {name for name, engines in loaded.model.engines.items() if engines.signature.outputs[0].dtype == dtype}
+        assert {"unet", "unet_text", "unet_time", "vae_decoder"} <= names
+    assert default.served == fp8.served
+    assert_nearly_equal(picture(default), picture(fp8))
+
+
+def test_refuses_a_precision_that_the_release_lacks(built: tuple[WritableStore, Manifest]) -> None:
+    store, mixed = built
+    without_fp8 = store.read_release("toy-sdxl/1")
+    no_fp16 = r"no unet engine in fp16 for .*\. It has fp32, fp8\."
+    for manifest, served, error, words in (
+        (without_fp8, ServedPrecision(FP8), NoEngineForTarget,
+         r"no unet engine in fp8 for .*\. It has fp32\..*--precision fp8"),
+        (mixed, ServedPrecision(FP8, Fp16Steps(first=1)), NoEngineForTarget, no_fp16),
+        (mixed, ServedPrecision(FP8, compares=True), NoEngineForTarget, r"no unet engine in fp16 .*`compare_every`"),
+        (mixed, ServedPrecision(compares=True), ConfigError,
+         r"release toy-sdxl/mixed is served in fp32\..*`compare_every`"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=words):
+            select(manifest, detect_targets(), [], precision=served)
+    for steps in (None, Fp16Steps()):
+        check_fp16_steps(mixed.model_copy(update={"fp16_steps": steps}))
+    with pytest.raises(MissingFp16Engines, match=r"an engine of unet for cpu-.* exists only in fp8.*--precision fp16"):
+        check_fp16_steps(mixed.model_copy(update={"fp16_steps": Fp16Steps(last=1)}))
+
+
+def test_builds_again_only_for_another_policy_or_version(
+    built: tuple[WritableStore, Manifest], fp8_plan: BuildPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines hold neither weights nor scales: another clip compiles nothing, and has other weights."""
+    store, manifest = built
+    build(fp8_plan, store)  # another test may have built with another policy since
+    assert build(fp8_plan, store, stop_build).compiled == ()
+    with pytest.raises(BadPolicy, match="matches no layer"):
+        quantized_plan(fp8_plan, Policy(keep_fp16=["down.*"]), store)
+    with pytest.raises(BuildStarted):
+        build(quantized_plan(fp8_plan, Policy(), store), store, stop_build)
+    monkeypatch.setattr("engine_builder.building.build.LINEAR_VERSION", 99)
+    with pytest.raises(BuildStarted):
+        build(fp8_plan, store, stop_build)
+    monkeypatch.undo()
+    result = build(quantized_plan(fp8_plan, Policy(keep_fp16=KEPT, clip="percentile", percentile=0.95), store), store)
+    assert result.compiled == ()
+    [weights] = [record for record in result.draft.weights if record.component == "unet"]
+    assert weights.identity not in {record.identity for record in manifest.weights}
 
 
 @pytest.mark.parametrize(
@@ -204,8 +237,7 @@ def test_first_and_last_steps_run_in_fp16(
     configured: Fp16Steps | None, precision_of_steps: str, with_fp16: WritableStore
 ) -> None:
     """The release's steps, unless the deployment sets others."""
-    served = ServedPrecision(FP8, configured)
-    loaded = load_release(with_fp16, "toy-sdxl/steps", detect_targets(), [], ColdStart(), precision=served)
+    loaded = load(with_fp16, "steps", ServedPrecision(FP8, configured))
     ran: list[str] = []
     for engines, name in ((loaded.model.engines["unet"], "8"), (loaded.model.fp16_engines.get("unet"), "16")):
         if engines is not None:
@@ -225,53 +257,29 @@ def record_runs(engines: EngineSet, name: str, ran: list[str]) -> None:
 
 
 def test_pictures_with_fp16_steps_are_nearer_to_fp16(with_fp16: WritableStore) -> None:
-    def picture_with(precision: Precision, steps: Fp16Steps) -> "np.ndarray[tuple[int, ...], np.dtype[np.int64]]":
-        served = ServedPrecision(precision, steps)
-        loaded = load_release(with_fp16, "toy-sdxl/steps", detect_targets(), [], ColdStart(), precision=served)
-        return picture(loaded).astype(np.int64)
-
-    exact = picture_with(FP16, Fp16Steps())
-    errors = [float(np.square(picture_with(FP8, Fp16Steps(first=first)) - exact).mean()) for first in (0, 5)]
-    assert 0 < errors[1] < errors[0] / 2
-    np.testing.assert_array_equal(picture_with(FP8, Fp16Steps(first=6)), exact)
-
-
-def test_benchmark_compares_two_precisions(with_fp16: WritableStore, capsys: pytest.CaptureFixture[str]) -> None:
-    models = [
-        load_release(
-            with_fp16, "toy-sdxl/steps", detect_targets(), [], ColdStart(), precision=ServedPrecision(precision)
-        )
-        for precision in (FP16, FP8)
+    exact = picture(load(with_fp16, "steps", ServedPrecision(FP16, Fp16Steps())))
+    errors = [
+        float(np.square(picture(load(with_fp16, "steps", ServedPrecision(FP8, Fp16Steps(first=first)))) - exact).mean())
+        for first in (0, 5, 6)
     ]
-    cases = [Case("2-steps", 2, 2, side=64), Case("both", 1, 2, images=2, side=64, throughput=True)]
-    rows = list(measure_cases(models, cases=cases))
-    assert [(row.case, row.precision, row.unit, row.runs) for row in rows] == [
-        ("2-steps, fp16", "float16", "ms", 2),
-        ("2-steps, fp8", "fp8", "ms", 2),
-        ("both, fp16", "float16", "images/s", 1),
-        ("both, fp8", "fp8", "images/s", 1),
-    ]
-    ratios = {"2-steps": rows[0].value / rows[1].value, "both": rows[3].value / rows[2].value}
-    printed = capsys.readouterr().out
-    for case, ratio in ratios.items():
-        assert f"{case}: fp8 is {ratio:.3f} times as fast as fp16" in printed
+    assert errors[2] == 0 < errors[1] < errors[0] / 2
+    selection = select(with_fp16.read_release("toy-sdxl/steps"), detect_targets(), [])
+    assert selection.fp16_steps is None, "they are ignored unless the UNet is 8-bit"
+    assert {engine.precision for engine in selection.engines["unet"]} == {FP16}
 
 
 def test_images_in_fp8_are_compared_with_fp16(with_fp16: WritableStore) -> None:
     """With engines: all steps of the comparison run in fp16, and the distance is that of both precisions' pictures."""
-    fp8 = ServedPrecision(FP8, Fp16Steps(), compares=True)
-    loaded, exact = (
-        load_release(with_fp16, "toy-sdxl/steps", detect_targets(), [], ColdStart(), precision=served)
-        for served in (fp8, ServedPrecision(FP16))
-    )
-    request = GenerationRequest(prompt="a circle", negative_prompt="a line", seed=3, num_inference_steps=6)
-    found = picture(loaded)
-    expected = psnr(picture(exact), found)
+    loaded = load(with_fp16, "steps", ServedPrecision(FP8, Fp16Steps(), compares=True))
+    params = resolve(REQUEST, loaded.served)
+    found = generate(loaded.model, [params])[0][0]
+    exact = picture(load(with_fp16, "steps", ServedPrecision(FP16))).astype(np.uint8)
+    expected = psnr(exact, found)
     ran: list[str] = []
     record_runs(loaded.model.fp16_engines["unet"], "16", ran)
     record_runs(loaded.model.engines["unet"], "8", ran)
     comparison = ImageComparison(loaded.model, every=1)
-    assert comparison.offer(resolve(request, loaded.served), 0, found)
+    assert comparison.offer(params, 0, found)
     before = REGISTRY.get_sample_value("preheat_comparison_decibels_sum") or 0.0
     assert comparison.work is not None
     list(comparison.work)
@@ -280,108 +288,69 @@ def test_images_in_fp8_are_compared_with_fp16(with_fp16: WritableStore) -> None:
     assert reported == pytest.approx(expected, abs=1e-6) and expected < 60
 
 
-def test_fp16_steps_are_ignored_unless_the_unet_is_8_bit(with_fp16: WritableStore) -> None:
-    selection = select(with_fp16.read_release("toy-sdxl/steps"), detect_targets(), [])
-    assert selection.fp16_steps is None
-    assert {engine.precision for engine in selection.engines["unet"]} == {FP16}
-
-
-def test_building_again_does_nothing_unless_the_policy_changed(
-    built: tuple[WritableStore, Manifest], fp8_plan: BuildPlan
+@pytest.mark.parametrize(
+    ("precision", "policy"),
+    [
+        (INT8, Policy(keep_fp16=KEPT, smoothing=0.8)),
+        (FP8, Policy(keep_fp16=KEPT, convolutions=["mid_block.*"])),
+    ],
+    ids=["int8", "convolutions"],
+)
+def test_unet_is_built_and_served_in_other_8_bits(
+    precision: Precision, policy: Policy, built: tuple[WritableStore, Manifest], fp8_plan: BuildPlan, tmp_path: Path
 ) -> None:
-    store, _ = built
-    build(fp8_plan, store)  # another test may have built with another policy since
-    assert build(fp8_plan, store, stop_build).compiled == ()
-    every = plan_quantization(fp8_plan.base, None, Policy(), store)
-    with pytest.raises(BuildStarted):
-        build(replace(fp8_plan, quantization=every), store, stop_build)
-
-
-def test_unet_is_built_and_served_in_int8(
-    built: tuple[WritableStore, Manifest], fp8_plan: BuildPlan, tmp_path: Path
-) -> None:
-    """With the same calibration. Weights and scales are not in the engine."""
-    store = open_writable_store(shutil.copytree(folder_of(built[0]), tmp_path / "store"))
-    policy = Policy(keep_fp16=["*.proj_in", "*.proj_out"], smoothing=0.8)
-    plan = replace(fp8_plan, precision=INT8)
-    result = build(replace(plan, quantization=plan_quantization(plan.base, None, policy, store, precision=INT8)), store)
+    """With the same calibration, in an engine of its own."""
+    store = copy_of(built[0], tmp_path)
+    result = build(quantized_plan(fp8_plan, policy, store, precision), store)
     assert result.compiled == ("unet",)
-    store.write_release(merge_drafts([result.draft]).model_copy(update={"version": "mixed-2"}))
-    served = ServedPrecision(INT8, None)
-    loaded = load_release(store, "toy-sdxl/mixed-2", detect_targets(), [], ColdStart(), precision=served)
-    assert loaded.precision == INT8
-    [unet] = [engine for engine in result.draft.engines if engine.component == "unet"]
-    constants = parse_constants(store.get(unet.constants.sha256, unet.constants.bytes).read_bytes())
-    quantized = {constant.tensor for constant in constants.values() if constant.dtype == "int8"}
-    scales = {constant.tensor for constant in constants.values() if constant.tensor.endswith("_scale")}
-    assert len(quantized) > 5 and len(scales) == 2 * len(quantized)
-    difference = np.abs(picture(load(store, None)).astype(int) - picture(loaded).astype(int))
-    assert 0 < difference.mean() < 12, "the same picture, or another one"
-    other = policy.model_copy(update={"smoothing": 0.5})
-    again = plan_quantization(plan.base, None, other, store, precision=INT8)
-    assert build(replace(plan, quantization=again), store).compiled == ()
+    names = tensors_of(store, engine_of(result.draft, "unet", precision)).items()
+    convolutions = [name for name, dtype in names if ".conv" in name and dtype == "float8_e4m3fn"]
+    if precision == INT8:
+        again = build(quantized_plan(fp8_plan, Policy(keep_fp16=KEPT, smoothing=0.5), store, precision), store)
+        assert again.compiled == () and not convolutions
+    else:
+        assert len(convolutions) >= 4 and result.draft.builder["fp8_convolutions"] == str(CONV_VERSION)
+        assert "fp8_convolutions" not in built[1].builder
+    write_release(store, [result.draft], "other")
+    loaded = load(store, "other", ServedPrecision(precision))
+    assert loaded.precision == precision
+    assert_nearly_equal(picture(load(store, "mixed", ServedPrecision())), picture(loaded))
 
 
-def test_convolutions_in_fp8_are_built_and_served(
-    built: tuple[WritableStore, Manifest], fp8_plan: BuildPlan, tmp_path: Path
-) -> None:
-    """With the same calibration, in an engine of its own. Weights and scales are not in the engine."""
-    store = open_writable_store(shutil.copytree(folder_of(built[0]), tmp_path / "store"))
-    policy = Policy(keep_fp16=["*.proj_in", "*.proj_out"], convolutions=["mid_block.*"])
-    quantization = plan_quantization(fp8_plan.base, None, policy, store)
-    result = build(replace(fp8_plan, quantization=quantization), store)
-    assert result.compiled == ("unet",) and result.draft.builder["fp8_convolutions"] == str(CONV_VERSION)
-    assert "fp8_convolutions" not in built[1].builder
-    [unet] = [engine for engine in result.draft.engines if engine.component == "unet"]
-    constants = parse_constants(store.get(unet.constants.sha256, unet.constants.bytes).read_bytes())
-    tensors = {constant.tensor: constant.dtype for constant in constants.values()}
-    convolutions = [name for name, dtype in tensors.items() if ".conv" in name and dtype == "float8_e4m3fn"]
-    assert len(convolutions) >= 4 and all(tensors[f"{name}_scale"] == "float32" for name in convolutions)
-    draft = merge_drafts([result.draft])
-    store.write_release(draft.model_copy(update={"version": "mixed-3"}))
-    served = ServedPrecision(FP8, None)
-    loaded = load_release(store, "toy-sdxl/mixed-3", detect_targets(), [], ColdStart(), precision=served)
-    difference = np.abs(picture(load(store, None)).astype(int) - picture(loaded).astype(int))
-    assert 0 < difference.mean() < 12, "the same picture, or another one"
-
-
-def test_vae_decoder_in_fp8_is_built_served_and_compared_with_fp16(
-    with_fp16: WritableStore, fp8_plan: BuildPlan, tmp_path: Path
-) -> None:
-    """Its linears stay in fp16. A comparison decodes in fp16, too. The toy's own VAE is too narrow for FP8."""
-    store = open_writable_store(shutil.copytree(folder_of(with_fp16), tmp_path / "store"))
+def build_wide_vae(store: WritableStore, fp8_plan: BuildPlan, folder: Path) -> BuildResult:
+    """Build the toy with a VAE whose decoder is wide enough for FP8, in fp16 and in FP8. The toy's own is not."""
     with pytest.raises(BadPolicy, match="quantizes no layer of vae_decoder"):
         quantized_plan(fp8_plan, VAE_POLICY, store).load("vae_decoder", ModuleReader())
-    vae, levels = tmp_path / "vae", 2
+    levels = 2
     torch.manual_seed(0)
     AutoencoderKL(
         block_out_channels=(32, 64), down_block_types=["DownEncoderBlock2D"] * levels,
         up_block_types=["UpDecoderBlock2D"] * levels, norm_num_groups=8, force_upcast=False,
         scaling_factor=fp8_plan.base.config("vae")["scaling_factor"],
-    ).save_pretrained(vae)  # fmt: skip
-    plan = replace(fp8_plan, base=replace(fp8_plan.base, vae=vae))
+    ).save_pretrained(folder)  # fmt: skip
+    plan = replace(fp8_plan, base=replace(fp8_plan.base, vae=folder))
     with pytest.raises(CalibrationError, match="no intact calibration of this model's vae_decoder"):
         quantized_plan(plan, VAE_POLICY, store)
-    calibrate(store, plan.base.root, "--vae", str(vae))
+    calibrate(store, plan.base.root, "--vae", str(folder))
     build(replace(plan, precision=FP16, quantization=None), store)
-    result = build(quantized_plan(plan, VAE_POLICY, store), store)
+    return build(quantized_plan(plan, VAE_POLICY, store), store)
+
+
+def test_vae_decoder_in_fp8_is_built_served_and_compared_with_fp16(
+    with_fp16: WritableStore, fp8_plan: BuildPlan, tmp_path: Path
+) -> None:
+    """Its linears stay in fp16. A comparison decodes in fp16, too."""
+    store = copy_of(with_fp16, tmp_path)
+    result = build_wide_vae(store, fp8_plan, tmp_path / "vae")
     assert result.compiled == ("vae_decoder",), "the UNet's engine is that of the policy without the entry"
     assert result.draft.builder["fp8_convolutions"] == str(CONV_VERSION)
-    [decoder] = [engine for engine in result.draft.engines if engine.component == "vae_decoder"]
-    constants = parse_constants(store.get(decoder.constants.sha256, decoder.constants.bytes).read_bytes())
-    tensors = {constant.tensor: constant.dtype for constant in constants.values()}
-    quantized = [name for name, dtype in tensors.items() if dtype == "float8_e4m3fn"]
-    assert len(quantized) > 5 and all(".conv" in name or ".phases" in name for name in quantized)
-    assert all(tensors[f"{name}_scale"] == "float32" for name in quantized)
-    drafts = [draft for draft in read_drafts(store, "toy-sdxl") if not has_fp32(draft)]
-    store.write_release(merge_drafts(drafts).model_copy(update={"version": "mixed-4"}))
-
-    def load_in(served: ServedPrecision) -> Loaded:
-        return load_release(store, "toy-sdxl/mixed-4", detect_targets(), [], ColdStart(), precision=served)
-
-    exact, fp8 = load_in(ServedPrecision(FP16)), load_in(ServedPrecision(FP8, compares=True))
+    tensors = tensors_of(store, engine_of(result.draft, "vae_decoder", FP8)).items()
+    assert all(".conv" in name or ".phases" in name for name, dtype in tensors if dtype == "float8_e4m3fn")
+    write_release(store, drafts_without_fp32(store), "decoder")
+    exact = load(store, "decoder", ServedPrecision(FP16))
+    fp8 = load(store, "decoder", ServedPrecision(FP8, compares=True))
     assert not exact.model.fp16_engines and set(fp8.model.fp16_engines) == {"unet", "vae_decoder"}
-    np.testing.assert_array_equal(generate_one(fp8.model.in_fp16(), fp8), picture(exact))
+    np.testing.assert_array_equal(picture(fp8, fp8.model.in_fp16()), picture(exact))
     latents = {"latents": torch.randn(1, 4, 32, 32, generator=torch.Generator().manual_seed(0)).half()}
     found, expected = (
         loaded.model.engines["vae_decoder"].run(latents, 64, 64)["pixels"].double() for loaded in (fp8, exact)
@@ -419,31 +388,3 @@ def test_sizes_whose_pixels_a_kernel_cannot_count_are_refused(toy_plan: BuildPla
     with_fp8_decoder(replace(plan, sizes=sizes)).check_sizes()
     with pytest.raises(SizesRefused, match="3072x3072 is too large for a VAE decoder in fp8"):
         with_fp8_decoder(plan).check_sizes()
-
-
-def test_another_clip_reuses_the_engine_with_other_weights(
-    built: tuple[WritableStore, Manifest], fp8_plan: BuildPlan, tmp_path: Path
-) -> None:
-    """Engines hold neither weights nor scales."""
-    store = open_writable_store(shutil.copytree(folder_of(built[0]), tmp_path / "store"))
-    assert fp8_plan.quantization is not None
-    policy = fp8_plan.quantization.policy.model_copy(update={"clip": "percentile", "percentile": 0.95})
-    other = plan_quantization(fp8_plan.base, None, policy, store)
-    result = build(replace(fp8_plan, quantization=other), store)
-    assert result.compiled == ()
-    [weights] = [record for record in result.draft.weights if record.component == "unet"]
-    assert weights.identity not in {record.identity for record in built[1].weights}
-
-
-def test_quantized_tensors_are_stored_as_such(built: tuple[WritableStore, Manifest]) -> None:
-    store, manifest = built
-    [record] = [weights for weights in manifest.weights if weights.component == "unet" and weights.precision == FP8]
-    tensors = {k: t for blob in record.blobs for k, t in load_file(store.get(blob.sha256, blob.bytes)).items()}
-    dtypes = {tensor.dtype for tensor in tensors.values()}
-    assert dtypes == {torch.float8_e4m3fn, torch.float16, torch.float32}
-    assert all(t.ndim == 0 for t in tensors.values() if t.dtype == torch.float32), "only scales are float32"
-
-
-def test_pattern_of_no_layer_is_refused(built: tuple[WritableStore, Manifest], fp8_plan: BuildPlan) -> None:
-    with pytest.raises(BadPolicy, match="matches no layer"):
-        plan_quantization(fp8_plan.base, None, Policy(keep_fp16=["down.*"]), built[0])
