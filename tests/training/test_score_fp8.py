@@ -20,14 +20,14 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A store with a calibration of the trained model's base."""
     folder = tmp_path_factory.mktemp("score-fp8")
     (folder / "prompts.txt").write_text("a large red circle on a blue background\n")
-    arguments = ["calibrate", str(MODEL_FOLDER), "--prompts", f"{folder}/prompts.txt", "--steps", "10",
+    arguments = ["calibrate", str(MODEL_FOLDER), "--prompts", f"{folder}/prompts.txt", "--steps", "2",
                  "--guidance", "3", "--no-refiner", "--store", f"{folder}/store"]  # fmt: skip
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return f"{folder}/store"
 
 
-@pytest.mark.parametrize(("steps", "true_images"), [(10, 2), (1, 0)])
+@pytest.mark.parametrize(("steps", "true_images"), [pytest.param(10, 2, marks=pytest.mark.full), (1, 0)])
 def test_scores_both_models(steps: int, true_images: int, store: str, capsys: pytest.CaptureFixture[str]) -> None:
     """One step gives no image of the caption, ten do."""
     status = score_fp8.main([str(MODEL_FOLDER), "--store", store, "--count", "1", "--steps", str(steps)])

@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from engine_builder.building.band_engine import BandEngine
 from engine_builder.building.build_plan import BuildPlan, Size, SizesRefused
 from engine_builder.building.eager_engine import EagerEngine
 from engine_builder.checkpoints.folder import Checkpoint
-from engine_builder.networks import bands as blocks
 from engine_builder.networks.kernel_form import plain_operations
 from engine_builder.networks.network import ModuleReader, Network, load_network
 from engine_builder.networks.winograd import WinogradConv
@@ -93,37 +91,6 @@ def test_the_error_of_a_band_is_raised() -> None:
     broken = Broken(unet.component, unet.module, unet.signature)
     with pytest.raises(EngineError, match="broken"):
         BandEngine([engine_of(unet), broken]).run(example_inputs(unet.signature, 1, 128, 64, "cpu"))
-
-
-@pytest.mark.parametrize("arguments", [{"kernel_size": 3, "padding": 1}, {"kernel_size": 3, "padding": 1, "stride": 2},
-                                       {"kernel_size": 2, "padding": 1}, {"kernel_size": 1}])  # fmt: skip
-@torch.inference_mode()
-def test_convolutions_read_the_neighbours(arguments: Mapping[str, Any]) -> None:
-    conv, image = torch.nn.Conv2d(3, 5, **arguments), torch.randn(2, 3, 12, 8)
-    rows = [blocks.convolve(conv, image)]
-    with row_exchange.joined(Recorded(image)), blocks.divided(2):
-        for index in range(2):
-            Recorded.index = index
-            rows.append(blocks.convolve(conv, image[:, :, 6 * index : 6 * index + 6]))
-    whole, first, second = rows
-    if arguments["kernel_size"] == 2:  # bands share a row: the kernel has a result between two pixels
-        assert torch.equal(first[:, :, -1], second[:, :, 0])
-        second = second[:, :, 1:]
-    torch.testing.assert_close(torch.cat([first, second], 2), whole)
-
-
-class Recorded:
-    """Two bands of an image that is known. Implements `model.engines.row_exchange.Bands` for edges."""
-
-    index, count = 0, 2
-
-    def __init__(self, image: Tensor) -> None:
-        first, second = image.permute(0, 2, 3, 1).chunk(2, 1)
-        self._edges = torch.stack([torch.stack([band[:, 0], band[:, -1]]) for band in (first, second)])
-
-    def gather(self, own: Tensor) -> Tensor:
-        assert torch.equal(own, self._edges[self.index])
-        return self._edges
 
 
 def test_engine_keys_depend_on_the_bands(toy_plan: BuildPlan) -> None:

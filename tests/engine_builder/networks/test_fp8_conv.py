@@ -10,7 +10,6 @@ from engine_builder.backends.onnx.export import graph_key
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.networks import blocks
 from engine_builder.networks.fp8_conv import QuantizedConv, can_quantize_conv, quantize_conv
-from engine_builder.networks.fp8_conv_tiles import choose_tiles
 from engine_builder.networks.network import Network, load_network
 from engine_builder.networks.winograd import WinogradConv
 from engine_builder.quantization.policy import BadPolicy, Policy
@@ -99,23 +98,6 @@ def test_resnet_passes_bias_and_residual_to_the_convolutions(repeats: int, layer
         found = blocks.resnet(quantized, hidden, bias)
     assert found.shape == expected.shape and 25 < decibels(expected, found) < 45
     assert batches == [2 * repeats] * 2
-
-
-def test_tiles_of_fp8_convolutions_by_shape_and_gpu() -> None:
-    """On an H100 the fastest that were measured. Other GPUs have less shared memory."""
-    for pixels, depth, channels, capability, tiles in (
-        (2 * 128 * 128, 320, 320, (9, 0), "256x128x64 w8 s4"),
-        (2 * 64 * 64, 320, 640, (9, 0), "128x128x64 w8 s4"),
-        (2 * 64 * 64, 640, 640, (9, 0), "128x128x128 w8 s3"),
-        (2 * 32 * 32, 640, 640, (9, 0), "64x128x128 w4 s4"),
-        (2 * 32 * 32, 2560, 1280, (9, 0), "128x256x128 w8 s3"),
-        (512 * 512, 256, 256, (9, 0), "128x256x128 w8 s3"),
-        (1024 * 1024, 256, 128, (10, 0), "256x128x128 w8 s3"),
-        (2 * 32 * 32, 2560, 1280, (8, 9), "128x128x128 w8 s3"),
-        (1024 * 1024, 256, 128, (12, 0), "128x128x128 w8 s3"),
-        (2 * 128 * 128, 320, 320, (8, 9), "128x128x64 w8 s4"),
-    ):
-        assert str(choose_tiles(pixels, depth, channels, capability)) == tiles, (pixels, depth, channels, capability)
 
 
 # -- the policy ------------------------------------------------------------------------------------------------------

@@ -23,9 +23,8 @@ from engine_builder.building.validate import validate
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError, variant_of
 from engine_builder.networks import blocks, winograd
 from engine_builder.networks.blocks import channels_last_group_norm, subpixel_upsample, upsample
-from engine_builder.networks.kernel_form import plain_operations
 from engine_builder.networks.network import ModuleReader, load_network
-from engine_builder.networks.winograd import WinogradConv, replace_wide_convs
+from engine_builder.networks.winograd import WinogradConv
 from engine_builder.stores.store import open_writable_store
 from model.loading.target import Target
 from model.pipeline import spec
@@ -321,43 +320,6 @@ def test_validation_runs_pytorchs_own_operations(toy_folder: Path) -> None:
 
     accuracy = validate(fast, SimpleNamespace(bucket=static_bucket(1, 64, 64), run=run), [])  # type: ignore[arg-type]
     assert 0 < accuracy.relative < 5e-3
-
-
-class GpuTensor(torch.Tensor):
-    """A CPU tensor that claims to be on a GPU."""
-
-    is_cuda = True
-
-
-def test_plain_operations_are_used_on_a_gpu_on_request() -> None:
-    norm, calls = torch.nn.GroupNorm(2, 8), 0
-
-    def count(*_: object) -> None:
-        nonlocal calls
-        calls += 1
-
-    norm.register_forward_hook(count)
-    hidden = torch.randn(1, 8, 4, 4).as_subclass(GpuTensor)
-    with torch.no_grad():
-        blocks.group_norm(norm, hidden)
-        assert calls == 0
-        with plain_operations():
-            blocks.group_norm(norm, hidden)
-            assert calls == 1
-        blocks.group_norm(norm, hidden)
-        assert calls == 1
-
-
-def test_only_wide_convolutions_use_winograd() -> None:
-    for channels_in, channels_out, uses_winograd in (
-        (640, 640, True), (320, 640, True), (960, 320, True), (320, 320, False), (640, 64, False), (660, 640, False),
-    ):  # fmt: skip
-        with torch.device("meta"):
-            wide, narrow = torch.nn.Conv2d(channels_in, channels_out, 3), torch.nn.Conv2d(64, 64, 3)
-            block = SimpleNamespace(conv1=wide, conv2=narrow)
-            replace_wide_convs(block)
-        assert isinstance(block.conv1, WinogradConv) == uses_winograd, (channels_in, channels_out)
-        assert isinstance(block.conv2, torch.nn.Conv2d)
 
 
 @pytest.mark.parametrize("component, precision, device, uses_winograd", [

@@ -539,15 +539,12 @@ def test_loss_of_prompt_true_pictures(lost: int, refused: bool) -> None:
         assert "fell by 1.25 percentage points, from 99.75 to 98.50 %; at most 1 points" in found[0]
 
 
-def test_small_check_keeps_the_limits_of_its_extent() -> None:
-    assert Thresholds.for_check(2, 4) == Thresholds(min_prompts=2, min_steps=4)
-    assert Thresholds.for_check(64, 20) == Thresholds()
-
-
 def test_reads_a_file_of_thresholds(tmp_path: Path) -> None:
     file = tmp_path / "thresholds.toml"
     file.write_text("min_psnr_decibels_median = 31\n")
     assert Thresholds.read(file) == Thresholds(min_psnr_decibels_median=31.0)
+    assert Thresholds.for_check(2, 4) == Thresholds(min_prompts=2, min_steps=4)
+    assert Thresholds.for_check(64, 20) == Thresholds()
     for content, words in (
         (b"min_psnr = 3.0", "min_psnr, is not a known field|min_psnr: is not a known field"),
         (b"min_prompts = 0", "min_prompts: got 0, expected an integer of at least 1"),
@@ -588,6 +585,9 @@ def test_sheet_has_reference_quantized_and_amplified_difference() -> None:
     caption = sheet[8 + SIDE : 8 + SIDE + 32, 8 : 8 + PAIR_WIDTH]
     assert (caption < 100).any(), "the prompt and the distances are written below"
     assert pair_of(0, 100, 132).difference.max() == 255 and pair_of(0, 131, 100).difference.min() == 248
+    for height, width in ((32, 16), (1000, 3), (300, 700)):
+        pair = PicturePair.of(0, random_picture(height, width), random_picture(height, width, 1))
+        assert {max(pixels.shape[:2]) for pixels in (pair.reference, pair.quantized, pair.difference)} == {SIDE}
 
 
 def test_sheet_shows_the_worst_32_prompts() -> None:
@@ -606,11 +606,3 @@ def test_sheet_writes_any_prompt_below_its_pair() -> None:
         assert (sheet[8 + SIDE :, SECOND - 8 : SECOND] == 211).all(), "text is wider than its pair"
     two, one = (sheet_of([prompt_result(prompt=text)], [pair_of(0, 0, 0)]) for text in ("two\n lines", "two lines"))
     assert np.array_equal(two, one)
-
-
-@pytest.mark.parametrize(("height", "width"), [(32, 16), (1000, 3), (300, 700)])
-def test_thumbnails_fit_into_their_cell(height: int, width: int) -> None:
-    pair = PicturePair.of(0, random_picture(height, width), random_picture(height, width, 1))
-    for pixels in (pair.reference, pair.quantized, pair.difference):
-        assert max(pixels.shape[:2]) == SIDE and pixels.dtype == np.uint8
-    assert sheet_of([prompt_result(0)], [pair]).shape[0] == 8 + SIDE + 32 + 8

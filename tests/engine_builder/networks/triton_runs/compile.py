@@ -6,11 +6,6 @@ the most bytes of shared memory that each kernel takes, by compute capability ("
 """
 
 import json
-import re
-import subprocess
-from collections import Counter
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import torch
@@ -32,22 +27,6 @@ def type_of(value: object) -> str:
     return TYPES[value.dtype] if torch.is_tensor(value) else "i32"
 
 
-def check_norm(compiled: triton.compiler.CompiledKernel, constants: dict[str, int]) -> None:
-    """Check that each thread moves 16 bytes of pixels at once, computes one scale and shift, and needs no memory."""
-    moves = Counter(re.findall(r"(?:ld|st)\.global\.(?:\w+\.)*b\d+", compiled.asm["ptx"]))
-    loops = 2 if constants["BLOCKS"] > 1 else 1  # loads before and in the loop
-    assert moves.pop("ld.global.v4.b32") == 4 * loops and moves.pop("st.global.v4.b32") == 2, moves
-    # The others read a number each: input_scale, weight, bias, mean and deviation.
-    assert not any(move.startswith("st") for move in moves) and moves.total() == 5, moves
-    assert compiled.metadata.shared <= 4 * constants["SLICE"]  # threads exchange scale and shift, and no pixels
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(compiled.asm["cubin"])
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(path)]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "STACK:0 " in usage.stdout + usage.stderr, usage
-
-
 def compile_kernel(launch: Launch) -> None:
     """Compile the kernel for the arguments of its launch."""
     constants = {name: value for name, value in launch.arguments.items() if name in launch.constants or value is None}
@@ -60,8 +39,6 @@ def compile_kernel(launch: Launch) -> None:
         assert compiled.asm["cubin"]
         if launch.name == "_fp8_conv_kernel":  # products of E4M3 numbers, and loads that do not wait
             assert "e4m3.e4m3" in compiled.asm["ptx"] and "cp.async.cg" in compiled.asm["ptx"]
-        if launch.name == "_norm_silu_e4m3_kernel":
-            check_norm(compiled, constants)
         most = shared_bytes.setdefault(launch.name, {})
         most[str(target)] = max(compiled.metadata.shared, most.get(str(target), 0))
 
@@ -114,8 +91,7 @@ if __name__ == "__main__":
     for capability in ((8, 9), (9, 0)):
         torch.cuda.get_device_capability = lambda device, found=capability: found
         for size, depth, width, kernel, stride in (
-            (128, 320, 320, 3, 1), (128, 320, 320, 3, 2), (128, 640, 320, 3, 1), (64, 1920, 640, 3, 1),
-            (64, 640, 640, 3, 2), (32, 2560, 1280, 3, 1),
+            (128, 320, 320, 3, 1), (128, 640, 320, 3, 1), (64, 640, 640, 3, 2), (32, 2560, 1280, 3, 1),
         ):  # fmt: skip
             numbers, weight = fp16(2, size, size, depth).to(FP8), fp16(width, kernel, kernel, depth).to(FP8)
             out_size = (size + 2 - kernel) // stride + 1
@@ -127,9 +103,11 @@ if __name__ == "__main__":
             numbers, weight = fp16(2, size, size, width).to(FP8), fp16(4 * width, 2, 2, width).to(FP8)
             fp8_conv_kernels.fp8_upsample(numbers, weight, scale, torch.ones(4 * width), fp16(4 * width), torch.float16)
     for batch, height, width, channels in (
-        (1, 1024, 1024, 128), (1, 512, 512, 256), (1, 128, 128, 512), (2, 128, 128, 320), (2, 64, 64, 640),
-        (2, 76, 52, 960), (2, 38, 26, 1920),
-    ):  # fmt: skip
+        (1, 1024, 1024, 128),
+        (1, 128, 128, 512),
+        (2, 76, 52, 960),
+        (2, 38, 26, 1920),
+    ):
         hidden, groups = torch.empty(batch, height, width, channels, dtype=torch.float16), torch.ones(batch, 32)
         fp8_norm_kernels.norm_silu_e4m3(hidden, groups, groups, fp16(channels), fp16(channels), scale)
     for out_scale in (None, scale):
