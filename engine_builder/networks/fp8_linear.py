@@ -19,12 +19,8 @@ LINEAR_VERSION = 2
 MULTIPLE = 16  # of a product's width and depth
 
 
-class QuantizedLinear(nn.Module):
-    """[..., in] -> [..., out] of the linear's type. Takes that type, or E4M3 that is divided by `input_scale`.
-
-    weight: E4M3 [out, in]. weight_scale, input_scale: float32 scalars: a quantized number times its scale is the number
-    that it stands for. bias: [out], or None.
-    """
+class QuantizedTensors(nn.Module):
+    """The tensors of a linear in 8 bits. weight: [out, in]. bias: [out] in `dtype`, or None."""
 
     weight_scale: Tensor
     input_scale: Tensor
@@ -39,6 +35,14 @@ class QuantizedLinear(nn.Module):
         self.register_buffer("weight_scale", weight_scale)
         self.register_buffer("input_scale", input_scale)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+
+class QuantizedLinear(QuantizedTensors):
+    """[..., in] -> [..., out] of the linear's type. Takes that type, or E4M3 that is divided by `input_scale`.
+
+    weight: E4M3 [out, in]. weight_scale, input_scale: float32 scalars: a quantized number times its scale is the number
+    that it stands for. bias: [out], or None.
+    """
 
     def forward(self, inputs: Tensor) -> Tensor:
         if is_for_onnx():

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine_builder.networks.fp8_linear import QuantizedTensors
 from engine_builder.networks.kernel_form import has_kernels
 from engine_builder.networks.rounding import rounds_inputs
 from model.weights.int8 import INT8_MAX, quantize
@@ -21,27 +22,13 @@ DEPTH_MULTIPLE = 64  # of the products that the Triton kernel computes
 _SMALLEST_MAXIMUM = 1e-5  # of a channel that was always zero
 
 
-class Int8Linear(nn.Module):
+class Int8Linear(QuantizedTensors):
     """[..., in] -> [..., out] of the linear's type. Takes that type, or int8 that is divided by `input_scale`.
 
     weight: int8 [out, in]. input_scale: float32 [in]. weight_scale: float32 [out]. A quantized input times its
     channel's scale is the number that it stands for. A quantized weight times its row's scale is the weight times its
     column's input scale. bias: [out], or None.
     """
-
-    weight_scale: Tensor
-    input_scale: Tensor
-
-    def __init__(
-        self, weight: Tensor, weight_scale: Tensor, input_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
-    ) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.dtype = dtype
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.register_buffer("weight_scale", weight_scale)
-        self.register_buffer("input_scale", input_scale)
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
         if not rounds_inputs():

@@ -63,18 +63,16 @@ def check_quantization(
     policy: Policy,
     requests: Sequence[GenerationParams],
     store: WritableStore,
-    calibrated: Callable[[str, str], None] = lambda *_: None,
     report: Callable[[int, int], None] = lambda *_: None,
     score: Score | None = None,
     quantized_precision: Precision = FP8,
 ) -> QuantizationCheck:
     """Generate the images of `requests` in `precision` and in `quantized_precision`, and compare them.
 
-    The ranges are those of the store's calibration of these weights with the most prompts. `calibrated` is called with
-    each network and the key. `report`, `score`: see `compare_models`. Raises CalibrationError without one, BadPolicy,
-    NotComparable or BrokenImage.
+    The ranges are those of the store's calibration of these weights with the most prompts. `report`, `score`: see
+    `compare_models`. Raises CalibrationError without one, BadPolicy, NotComparable or BrokenImage.
     """
-    quantization = plan_quantization(base, refiner, policy, store, calibrated, quantized_precision)
+    quantization = plan_quantization(base, refiner, policy, store, quantized_precision)
     networks, reference = load_eager_model(base, refiner, precision, device)
     quantized = dict(networks)
     layers = {}

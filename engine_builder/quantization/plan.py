@@ -1,6 +1,5 @@
 """What decides the weights and layers of a model in FP8 or INT8: a policy, and the calibration of each network."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine_builder.checkpoints.folder import Checkpoint
@@ -68,13 +67,12 @@ def plan_quantization(
     refiner: Checkpoint | None,
     policy: Policy,
     store: WritableStore,
-    found: Callable[[str, str], None] = lambda *_: None,
     precision: Precision = FP8,
 ) -> Quantization:
     """Return the quantization of a model by the store's calibrations of its weights with the most prompts.
 
-    `found` is called with each network and the key of its calibration. Raises CalibrationError if one has none, and
-    BadPolicy if a pattern matches no calibrated layer, or if the policy is not of this 8-bit precision.
+    Raises CalibrationError if a network has none, and BadPolicy if a pattern matches no calibrated layer, or if the
+    policy is not of this 8-bit precision.
     """
     policy.check_precision(precision)
     calibrations, ranges = {}, {}
@@ -85,7 +83,6 @@ def plan_quantization(
             continue
         weights = digest_weights(checkpoint, COMPONENTS[spec.name].checkpoint_folder)
         calibrations[spec.name], ranges[spec.name] = find_calibration(store, spec.name, weights)
-        found(spec.name, calibrations[spec.name])
     of_unets = [layer for name, of_one in ranges.items() if name != VAE_DECODER for layer in of_one]
     policy.check_patterns(of_unets, ranges.get(VAE_DECODER, {}))
     return Quantization(policy, calibrations, ranges, precision)

@@ -9,21 +9,18 @@ smoothing = 0.8                              # of INT8
 fp16_steps = { first = 2, last = 1 }         # of each image, on each UNet
 """
 
-import tomllib
 from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from engine_builder.error_text import cause_of
-from engine_builder.files import read_file
 from engine_builder.quantization.ranges import ScaleRule
+from engine_builder.quantization.toml_file import TomlSettings
 from model.errors import PreheatError
 from model.store.manifest import Fp16Steps
 from model.store.precision import FP8, INT8, Precision
-from model.validation import StrictModel, explain
 
 _NEWER_ENTRIES = ("smoothing", "convolutions", "vae_convolutions")  # that earlier policies lack
 
@@ -34,7 +31,7 @@ class BadPolicy(PreheatError):
     remedy = "See docs/build-and-publish.md for the entries of a policy."
 
 
-class Policy(StrictModel):
+class Policy(TomlSettings):
     """The entries of a policy file."""
 
     keep_fp16: list[str] = []
@@ -55,13 +52,7 @@ class Policy(StrictModel):
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read a policy file. Raises BadPolicy."""
-        try:
-            return cls.model_validate(tomllib.loads(read_file(path).decode()))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise BadPolicy(f"{path} is not a policy ({cause_of(error)}).") from error
-        except ValidationError as error:
-            problem = explain(error, cls)[0]
-            raise BadPolicy(f"{path}: {': '.join(filter(None, (problem.field, problem.message)))}.") from error
+        return cls.read_as(path, "policy", BadPolicy)
 
     def select(self, layers: Iterable[str]) -> list[str]:
         """Return the linears that are quantized."""

@@ -70,7 +70,6 @@ def validation_requests(
     steps: int = 20,
     guidance: float = 8.0,
     negative_prompt: str | None = "",
-    sampler: str = "Euler",
     use_refiner: bool = False,
     min_prompts: int = MIN_PROMPTS,
 ) -> list[GenerationParams]:
@@ -85,7 +84,7 @@ def validation_requests(
     return [
         GenerationParams(
             prompt=prompt, negative_prompt=negative_prompt, width=width, height=height, num_inference_steps=steps,
-            guidance_scale=guidance, end_cfg_frac=1.0, scheduler=sampler, use_refiner=use_refiner, denoising_frac=0.8,
+            guidance_scale=guidance, end_cfg_frac=1.0, scheduler="Euler", use_refiner=use_refiner, denoising_frac=0.8,
             seed=number, num_images=1, output_format="png",
         )
         for number, prompt in enumerate(prompts)

@@ -4,17 +4,14 @@ min_latents_decibels_median = 20.0
 max_true_loss_points = 1.0
 """
 
-import tomllib
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from engine_builder.error_text import cause_of
-from engine_builder.files import read_file
+from engine_builder.quantization.toml_file import TomlSettings
 from engine_builder.quantization.validation.report import ValidationReport
 from model.errors import PreheatError
-from model.validation import StrictModel, explain
 
 Distance = Annotated[float, Field(ge=0, le=1)]
 
@@ -25,7 +22,7 @@ class BadThresholds(PreheatError):
     remedy = "See docs/build-and-publish.md for the entries of a file of thresholds."
 
 
-class Thresholds(StrictModel):
+class Thresholds(TomlSettings):
     """The limits. "median" and "worst" are over all prompts, or for UNet calls over all calls that were compared."""
 
     min_prompts: Annotated[int, Field(ge=1)] = 32
@@ -50,13 +47,7 @@ class Thresholds(StrictModel):
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read a file of thresholds. Raises BadThresholds."""
-        try:
-            return cls.model_validate(tomllib.loads(read_file(path).decode()))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise BadThresholds(f"{path} is not a file of thresholds ({cause_of(error)}).") from error
-        except ValidationError as error:
-            problem = explain(error, cls)[0]
-            raise BadThresholds(f"{path}: {': '.join(filter(None, (problem.field, problem.message)))}.") from error
+        return cls.read_as(path, "file of thresholds", BadThresholds)
 
 
 def violations(report: ValidationReport, thresholds: Thresholds) -> list[str]:
