@@ -336,6 +336,7 @@ def build_wide_vae(store: WritableStore, fp8_plan: BuildPlan, folder: Path) -> B
     return build(quantized_plan(plan, VAE_POLICY, store), store)
 
 
+@pytest.mark.full
 def test_vae_decoder_in_fp8_is_built_served_and_compared_with_fp16(
     with_fp16: WritableStore, fp8_plan: BuildPlan, tmp_path: Path
 ) -> None:
