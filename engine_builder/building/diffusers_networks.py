@@ -18,6 +18,7 @@ from engine_builder.networks.low_rank import LowRankUnetNetwork
 from model.adapters.merge import Factors
 from model.adapters.packing import pack
 from model.engines import signatures
+from model.engines.shapes import shape_at
 from model.pipeline import spec as names
 from model.pipeline.image_prompt import MASKED
 from model.pipeline.spec import Part, find_component
@@ -180,14 +181,10 @@ def _bands(component: str) -> int:
 
 def _residuals(specs: Iterable[Any], step: _Step, pair: Counterparts) -> dict[str, Tensor]:
     """Draw what ControlNets add to a UNet."""
-    draw, (height, width) = _drawing(pair.device, seed=2), step.sample.shape[2:]
-    scale = pair.plan.base.widths().vae_scale
-
-    def side(symbol: int | str, latents: int) -> int:
-        return latents * scale // int(str(symbol).partition("/")[2])
-
-    shapes = {spec.name: (spec.shape[1], side(spec.shape[2], height), side(spec.shape[3], width)) for spec in specs}
-    return {name: _RESIDUAL_DEVIATION * draw(_BATCH, *shape) for name, shape in shapes.items()}
+    draw, scale = _drawing(pair.device, seed=2), pair.plan.base.widths().vae_scale
+    height, width = (side * scale for side in step.sample.shape[2:])
+    sizes = {"rows": _BATCH, "height": height, "width": width}
+    return {spec.name: _RESIDUAL_DEVIATION * draw(*shape_at(spec.shape, sizes)) for spec in specs}
 
 
 def _with_adapters(

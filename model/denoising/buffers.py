@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from model.denoising.samplers import COEFFICIENTS, KNOWN_COEFFICIENTS
+from model.engines.shapes import shape_at
 from model.engines.signatures import IMAGE_BIAS, IMAGE_KEYS, IMAGE_VALUES, TOKENS, control_input, residuals_of
 from model.store.manifest import Signature, TensorSpec
 from model.store.precision import DTYPE_BYTES, Dtype
@@ -63,9 +64,7 @@ def entry_shape(spec: TensorSpec, height: int, width: int) -> tuple[int, ...]:
 
     Where an engine takes any number of tokens, the shape has one.
     """
-    pixels = {"height": height, "width": width, TOKENS: 1}
-    parsed = [size if isinstance(size, int) else size.partition("/") for size in spec.shape[1:]]
-    return tuple(size if isinstance(size, int) else pixels[size[0]] // int(size[2] or 1) for size in parsed)
+    return shape_at(spec.shape[1:], {"height": height, "width": width, TOKENS: 1})
 
 
 def buffer_shapes(

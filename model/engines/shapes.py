@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from model.errors import EngineError
-from model.store.manifest import Signature, TensorSpec
+from model.store.manifest import Signature
 from model.store.precision import StorageDtype
 
 DTYPES: dict[StorageDtype, torch.dtype] = {
@@ -45,8 +45,8 @@ def bind_shapes(signature: Signature, inputs: Mapping[str, torch.Tensor], compon
             if isinstance(dimension, int):
                 matches = matches and size == dimension
             else:
-                symbol, _, divisor = dimension.partition("/")
-                value = size * int(divisor or 1)
+                symbol, divisor = symbol_of(dimension)
+                value = size * divisor
                 matches = matches and sizes.setdefault(symbol, value) == value
         if not matches:
             raise EngineError(
@@ -70,7 +70,7 @@ def bind_outputs(
             f"{len(signature.outputs)}."
         )
     for spec, tensor in zip(signature.outputs, outputs, strict=True):
-        expected = output_shape(spec, sizes)
+        expected = shape_at(spec.shape, sizes)
         if tensor.dtype != DTYPES[spec.dtype] or tuple(tensor.shape) != expected:
             raise EngineError(
                 f"The {component} engine returns {spec.name} as {dtype_name(tensor.dtype)} {list(tensor.shape)}, and "
@@ -79,10 +79,13 @@ def bind_outputs(
     return {spec.name: tensor for spec, tensor in zip(signature.outputs, outputs, strict=True)}
 
 
-def output_shape(spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Replace the symbols of a shape by sizes: ("rows", 4, "height/8") with rows 2 and height 64 -> (2, 4, 8)."""
-    shape = []
-    for dimension in spec.shape:
-        symbol, _, divisor = str(dimension).partition("/")
-        shape.append(dimension if isinstance(dimension, int) else sizes[symbol] // int(divisor or 1))
-    return tuple(shape)
+def symbol_of(dimension: str) -> tuple[str, int]:
+    """Return the symbol of a dimension and its divisor: "height/8" -> ("height", 8)."""
+    symbol, _, divisor = dimension.partition("/")
+    return symbol, int(divisor or 1)
+
+
+def shape_at(shape: Sequence[int | str], sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Return a symbolic shape in numbers: ("rows", 4, "height/8") at {"rows": 2, "height": 64} -> (2, 4, 8)."""
+    parsed = [size if isinstance(size, int) else symbol_of(size) for size in shape]
+    return tuple(size if isinstance(size, int) else sizes[size[0]] // size[1] for size in parsed)

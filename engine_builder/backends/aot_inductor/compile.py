@@ -4,7 +4,7 @@ import inspect
 import json
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from engine_builder.networks.low_rank_linear import LOW_RANK_VERSION
 from engine_builder.networks.network import NETWORK_VERSION, Network, digest_json, library_versions, public_name
 from engine_builder.networks.vae import splits_scores
 from model.engines.aot_inductor.package import IDENTITY, Identity
-from model.engines.shapes import DTYPES, dtype_name
+from model.engines.shapes import DTYPES, dtype_name, shape_at, symbol_of
 from model.engines.signatures import CLIP_SKIP, LORA_DOWN, LORA_UP, TOKENS
 from model.loading.target import Target, detect_targets
 from model.pipeline.spec import find_component
@@ -74,15 +74,6 @@ def sizes_of(bucket: Bucket, end: Literal["min", "max"]) -> tuple[int, int, int]
     return batch, height, width
 
 
-def concrete_shape(dimensions: Sequence[int | str], sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return a symbolic shape in numbers: ("rows", 4, "height/8") and {"rows": 2, "height": 64} -> (2, 4, 8)."""
-    shape = []
-    for dimension in dimensions:
-        symbol, _, divisor = str(dimension).partition("/")
-        shape.append(dimension if isinstance(dimension, int) else sizes[symbol] // int(divisor or 1))
-    return tuple(shape)
-
-
 def engine_key(network: Network, target: Target, bucket: Bucket) -> str:
     """Return the SHA-256 of everything that decides the compiled code. The weights do not count."""
     # Entries of some networks only, so that the keys of other engines stay what they were.
@@ -124,7 +115,7 @@ def example_inputs(
     sizes = {"rows": batch, "height": height, "width": width, TOKENS: _TRACED_TOKENS}
     inputs: dict[str, torch.Tensor] = {}
     for spec in signature.inputs:
-        shape = concrete_shape(spec.shape, sizes)
+        shape = shape_at(spec.shape, sizes)
         if spec.name == CLIP_SKIP:
             value = torch.nn.functional.one_hot(torch.arange(batch) % shape[1], shape[1])
         elif spec.dtype == "int64":
@@ -225,8 +216,8 @@ def dynamic_shapes(network: Network, bucket: Bucket) -> dict[str, Any] | None:
             dims[side] = torch.export.Dim(f"_{side}", min=low, max=high)
 
     def dim_of(dimension: str) -> Any:
-        symbol, _, divisor = dimension.partition("/")
-        factor = 1 if symbol in ("rows", TOKENS) else getattr(bucket, symbol).multiple // int(divisor or 1)
+        symbol, divisor = symbol_of(dimension)
+        factor = 1 if symbol in ("rows", TOKENS) else getattr(bucket, symbol).multiple // divisor
         return factor * dims[symbol] if factor > 1 else dims[symbol]
 
     of_inputs = [

@@ -264,15 +264,6 @@ def _weights_as_inputs(model: onnx.ModelProto) -> onnx.ModelProto:
     return converted
 
 
-def count_operators(graph: bytes) -> dict[str, int]:
-    """Return the number of nodes of each operator in a serialized graph."""
-    counts: dict[str, int] = {}
-    for node in onnx.load_from_string(graph).graph.node:
-        name = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
-        counts[name] = counts.get(name, 0) + 1
-    return dict(sorted(counts.items()))
-
-
 def read_literals(graph: bytes) -> dict[str, torch.Tensor]:
     """Return the small constants inside a serialized graph, by initializer. A stripped plan is refit with them, too."""
     tensors = {}

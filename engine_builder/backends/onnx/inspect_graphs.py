@@ -21,7 +21,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from engine_builder.backends.aot_inductor.compile import concrete_shape
+from model.engines.shapes import shape_at
 from model.engines.tensorrt.libraries import TENSORRT_RTX, import_library, installed_version
 
 _PAGE = 4096  # bytes
@@ -78,7 +78,7 @@ def _make_config(trt: Any, builder: Any, graph: Path, pixels: int, capability: s
     sizes = {"rows": _BATCH, "height": pixels, "width": pixels}
     for value in onnx.load(graph, load_external_data=False).graph.input:
         dimensions = [size.dim_param or size.dim_value for size in value.type.tensor_type.shape.dim]
-        profile.set_shape(value.name, *[concrete_shape(dimensions, sizes)] * 3)
+        profile.set_shape(value.name, *[shape_at(dimensions, sizes)] * 3)
     config.add_optimization_profile(profile)
     return config
 

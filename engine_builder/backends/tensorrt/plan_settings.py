@@ -4,10 +4,11 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from engine_builder.backends.aot_inductor.compile import concrete_shape, sizes_of
+from engine_builder.backends.aot_inductor.compile import sizes_of
 from engine_builder.backends.onnx.export import graph_key
 from engine_builder.backends.tensorrt.options import PlanOptions, Refit
 from engine_builder.networks.network import Network, digest_json
+from model.engines.shapes import shape_at
 from model.errors import PreheatError
 from model.loading.target import Target
 from model.store.manifest import Bucket, Signature, WeightsRecord
@@ -54,8 +55,8 @@ def optimization_profiles(signature: Signature, buckets: Sequence[Bucket]) -> li
         high = dict(zip(symbols, sizes_of(bucket, "max"), strict=True))
         profile = {}
         for spec in signature.inputs:
-            largest = concrete_shape(spec.shape, high)
-            profile[spec.name] = ShapeRange(concrete_shape(spec.shape, low), largest, largest)
+            largest = shape_at(spec.shape, high)
+            profile[spec.name] = ShapeRange(shape_at(spec.shape, low), largest, largest)
         profiles.append(profile)
     return profiles
 

@@ -11,16 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from model.engines.constants import map_constants
-from model.engines.shapes import DTYPES, bind_shapes, dtype_name, output_shape
-from model.engines.tensorrt.execution import (
-    ALIGNMENT_BYTES,
-    Execution,
-    Plan,
-    PlanError,
-    RawTensor,
-    RuntimeCache,
-    WorkspaceMemory,
-)
+from model.engines.shapes import DTYPES, bind_shapes, shape_at
+from model.engines.tensorrt.execution import ALIGNMENT_BYTES, Execution, Plan, PlanError, RuntimeCache
 from model.engines.tensorrt.libraries import Library, import_library, require
 from model.errors import EngineError
 from model.store.manifest import Bucket, Signature
@@ -30,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Workspace:
-    """Device memory shared by engines of components that never run at the same time.
+    """Device memory shared by engines of components that never run at the same time. It has the largest reserved size.
 
     All engines reserve memory before the first engine runs. If two consecutive runs use different streams, the second
     run waits for the first. The workspace does not see replays of a CUDA graph. So an engine that runs concurrently
@@ -39,13 +31,27 @@ class Workspace:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._bytes = 0
         self._buffer: torch.Tensor | None = None
         self._last_run: tuple[int, torch.cuda.Event] | None = None  # the handle of its stream, and its end
-        self.memory = WorkspaceMemory(self._allocate)
 
-    def _allocate(self, byte_count: int) -> int:
-        self._buffer = torch.empty(byte_count, dtype=torch.uint8, device=self._device)
-        return self._buffer.data_ptr()
+    def reserve(self, byte_count: int) -> None:
+        """Reserve memory for one engine.
+
+        Raises EngineError if the memory is already allocated and too small. It cannot be allocated again, because a
+        captured graph would keep the old address.
+        """
+        if self._buffer is not None and byte_count > self._bytes:
+            raise EngineError(
+                "Engines of plans were opened after others had run.", "Open all engines of a release first."
+            )
+        self._bytes = max(self._bytes, byte_count)
+
+    def address(self) -> int:
+        """Return the aligned address of the memory. The first call allocates the memory, which never moves."""
+        if self._buffer is None:
+            self._buffer = torch.empty(self._bytes + ALIGNMENT_BYTES, dtype=torch.uint8, device=self._device)
+        return -(-self._buffer.data_ptr() // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
     def wait_for_last_run(self, stream: torch.cuda.Stream) -> None:
         """Make `stream` wait for the last run, if that run used another stream.
@@ -108,10 +114,7 @@ class TensorRTPlan:
             {spec.name: spec.dtype for spec in signature.inputs}, {spec.name: spec.dtype for spec in signature.outputs}
         )
         if tensors is not None:
-            stream = torch.cuda.current_stream(device)
-            self.plan.refit(
-                {name: _raw(tensor) for name, tensor in tensors.items()}, stream.cuda_stream, stream.synchronize
-            )
+            self.plan.refit(tensors, torch.cuda.current_stream(device))
         self.runtime_cache = RuntimeCache(self.plan, runtime_cache) if library.compiles_on_target else None
 
 
@@ -125,10 +128,9 @@ class TensorRTEngine:
         self.bucket = bucket
         self._device = plan.device
         self._workspace = workspace
-        stream = torch.cuda.current_stream(plan.device)
-        self._execution = Execution(plan.plan, profile, stream.cuda_stream, stream.synchronize, plan.runtime_cache)
+        self._execution = Execution(plan.plan, profile, torch.cuda.current_stream(plan.device), plan.runtime_cache)
         self.workspace_bytes = self._execution.workspace_bytes
-        workspace.memory.reserve(self.workspace_bytes)
+        workspace.reserve(self.workspace_bytes)
         self._has_memory = False
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -143,29 +145,22 @@ class TensorRTEngine:
         device = self._device
         stream = torch.cuda.current_stream(device)
         if not self._has_memory:
-            self._execution.set_workspace(self._workspace.memory.address())
+            self._execution.set_workspace(self._workspace.address())
             self._has_memory = True
         aligned = {
             spec.name: _align(inputs[spec.name], spec.name, self.component, device) for spec in self.signature.inputs
         }
         outputs = {
-            spec.name: torch.empty(output_shape(spec, sizes), dtype=DTYPES[spec.dtype], device=device)
+            spec.name: torch.empty(shape_at(spec.shape, sizes), dtype=DTYPES[spec.dtype], device=device)
             for spec in self.signature.outputs
         }
-        self._execution.set_tensors(
-            {name: _raw(tensor) for name, tensor in aligned.items()},
-            {name: _raw(tensor) for name, tensor in outputs.items()},
-        )
+        self._execution.set_tensors(aligned, outputs)
         self._workspace.wait_for_last_run(stream)
         try:
-            self._execution.enqueue(stream.cuda_stream, torch.cuda.is_current_stream_capturing())
+            self._execution.enqueue(stream, torch.cuda.is_current_stream_capturing())
         finally:
             self._workspace.record_run(stream)  # also after a failure, which may leave kernels in the stream
         return outputs
-
-
-def _raw(tensor: torch.Tensor) -> RawTensor:
-    return RawTensor(tensor.data_ptr(), dtype_name(tensor.dtype), tuple(tensor.shape))
 
 
 def named_tensors(

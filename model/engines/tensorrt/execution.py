@@ -1,18 +1,19 @@
-"""The calls to TensorRT that open, refit and run a plan. Tensors are raw addresses, streams are raw handles.
+"""The calls to TensorRT that open, refit and run a plan. The library gets tensors as addresses, streams as handles.
 
 This module imports neither torch nor TensorRT: it takes the module of the library. So the same calls run on TensorRT
 10.16 and 11.4, and on TensorRT-RTX 1.7. All differences between the versions are here.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from model.errors import EngineError
 
 if TYPE_CHECKING:
     import tensorrt
+    import torch
     from typing_extensions import Buffer
 
 logger = logging.getLogger("preheat.tensorrt")
@@ -33,22 +34,6 @@ class PlanError(EngineError):
     """A plan cannot be used with this release, GPU or version of the library."""
 
     remedy = "Build and publish the release again (`preheat build`, `preheat publish`)."
-
-
-class RawTensor(NamedTuple):
-    """A contiguous tensor in memory: its address, the name of its dtype such as "float16", and its shape."""
-
-    address: int
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def elements(self) -> int:
-        """The number of its values."""
-        total = 1
-        for size in self.shape:
-            total *= size
-        return total
 
 
 def make_logger(module: ModuleType) -> "tensorrt.ILogger":
@@ -134,21 +119,10 @@ class Plan:
             if found != _data_type(self.module, dtype):
                 raise PlanError(f"The {self.name} plan has {name} as {found}, and its manifest entry states {dtype}.")
 
-    def output_dtypes(self) -> dict[str, str]:
-        """Return the dtypes of the outputs by name."""
-        engine, mode = self.engine, self.module.TensorIOMode.OUTPUT
-        names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
-        dtypes = {
-            _data_type(self.module, dtype): dtype
-            for dtype in _DATA_TYPES
-            if hasattr(self.module.DataType, _DATA_TYPES[dtype])
-        }
-        return {name: dtypes[engine.get_tensor_dtype(name)] for name in names if engine.get_tensor_mode(name) == mode}
+    def refit(self, tensors: "Mapping[str, torch.Tensor]", stream: "torch.cuda.Stream") -> None:
+        """Copy contiguous tensors of the device into the plan, by name. They may be freed afterwards.
 
-    def refit(self, tensors: Mapping[str, RawTensor], stream: int, synchronize: Callable[[], None]) -> None:
-        """Copy tensors into the plan, by name, on `stream`. They are in device memory.
-
-        `synchronize` waits for the stream. Afterwards the tensors may be freed. Raises PlanError.
+        Raises PlanError.
         """
         module = self.module
         refitter: Any = module.Refitter(self.engine, self.log)
@@ -158,22 +132,23 @@ class Plan:
             tensor = tensors.get(name)
             if tensor is None:
                 continue
-            dtype = _data_type(module, tensor.dtype)
+            name_of_dtype = str(tensor.dtype).removeprefix("torch.")
+            dtype = _data_type(module, name_of_dtype)
             prototype = refitter.get_weights_prototype(name)
-            if prototype.dtype != dtype or prototype.size != tensor.elements:
+            if prototype.dtype != dtype or prototype.size != tensor.numel():
                 raise PlanError(
                     f"The {self.name} plan needs {name} as {prototype.size} values of {prototype.dtype}, not "
-                    f"{tensor.dtype} {list(tensor.shape)}."
+                    f"{name_of_dtype} {list(tensor.shape)}."
                 )
-            weights = module.Weights(dtype, tensor.address, tensor.elements)
+            weights = module.Weights(dtype, tensor.data_ptr(), tensor.numel())
             if not refitter.set_named_weights(name, weights, module.TensorLocation.DEVICE):
                 raise PlanError(f"The {self.name} plan refuses {name}: {self.last_error()}.")
         if missing := refitter.get_missing_weights():
             raise PlanError(
                 f"The {self.name} plan needs {len(missing)} weights that the release lacks, {missing[0]!r} first."
             )
-        refitted = refitter.refit_cuda_engine_async(stream)
-        synchronize()
+        refitted = refitter.refit_cuda_engine_async(stream.cuda_stream)
+        stream.synchronize()
         if not refitted:
             raise PlanError(f"The {self.name} engine cannot be refit: {self.last_error()}.")
         if hasattr(refitter, "release_refit_resources"):  # TensorRT 10 frees them with the refitter
@@ -219,17 +194,12 @@ class RuntimeCache:
 
 
 class Execution:
-    """One optimization profile of a plan, run on raw addresses. Runs may not overlap."""
+    """One optimization profile of a plan. Runs may not overlap."""
 
     def __init__(
-        self,
-        plan: Plan,
-        profile: int,
-        stream: int,
-        synchronize: Callable[[], None],
-        runtime_cache: RuntimeCache | None = None,
+        self, plan: Plan, profile: int, stream: "torch.cuda.Stream", runtime_cache: RuntimeCache | None = None
     ) -> None:
-        """Create the execution context of a profile on `stream`. `synchronize` waits for the stream.
+        """Create the execution context of a profile on `stream`.
 
         Raises PlanError if the plan lacks the profile, or EngineError.
         """
@@ -240,12 +210,12 @@ class Execution:
             )
         self.workspace_bytes = int(plan.engine.get_device_memory_size_for_profile_v2(profile))
         context = _create_context(plan, runtime_cache)
-        if context is None or not context.set_optimization_profile_async(profile, stream):
+        if context is None or not context.set_optimization_profile_async(profile, stream.cuda_stream):
             raise EngineError(
                 f"The {plan.name} engine cannot be set up: {plan.last_error()}.",
                 "Use a GPU with more memory, or configure fewer buckets.",
             )
-        synchronize()
+        stream.synchronize()
         self._context = context
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._shapes_that_ran: set[tuple[tuple[int, ...], ...]] = set()
@@ -254,26 +224,17 @@ class Execution:
         """Use `workspace_bytes` of device memory at an aligned address. Call it before the first run."""
         self._context.set_device_memory(address, self.workspace_bytes)
 
-    def set_shapes(self, inputs: Mapping[str, RawTensor]) -> None:
-        """Set the shapes of the inputs. Raises EngineError."""
-        for name, tensor in inputs.items():
-            if self._shapes.get(name) != tensor.shape:
-                accepted = self._context.set_input_shape(name, tensor.shape)
-                self._require(accepted, f"shape {list(tensor.shape)} of {name}")
-                self._shapes[name] = tensor.shape
-
-    def output_shape(self, name: str) -> tuple[int, ...]:
-        """Return an output's shape for the shapes that are set."""
-        return tuple(self._context.get_tensor_shape(name))
-
-    def set_tensors(self, inputs: Mapping[str, RawTensor], outputs: Mapping[str, RawTensor]) -> None:
+    def set_tensors(self, inputs: "Mapping[str, torch.Tensor]", outputs: "Mapping[str, torch.Tensor]") -> None:
         """Set the shapes of the inputs and all addresses, which must be aligned. Raises EngineError."""
-        self.set_shapes(inputs)
-        context = self._context
+        for name, tensor in inputs.items():
+            shape = tuple(tensor.shape)
+            if self._shapes.get(name) != shape:
+                self._require(self._context.set_input_shape(name, shape), f"shape {list(shape)} of {name}")
+                self._shapes[name] = shape
         for name, tensor in {**inputs, **outputs}.items():
-            self._require(context.set_tensor_address(name, tensor.address), f"address of {name}")
+            self._require(self._context.set_tensor_address(name, tensor.data_ptr()), f"address of {name}")
 
-    def enqueue(self, stream: int, is_capturing: bool = False) -> None:
+    def enqueue(self, stream: "torch.cuda.Stream", is_capturing: bool) -> None:
         """Run on a stream. Raises EngineError.
 
         `is_capturing`: a CUDA graph captures the stream. The library finishes its setup in the first run of a shape,
@@ -282,7 +243,7 @@ class Execution:
         shapes = tuple(self._shapes.values())
         if is_capturing and shapes not in self._shapes_that_ran:
             raise EngineError(f"{self._plan.name}: a CUDA graph captures a shape that has not run before.", "")
-        self._require(self._context.execute_async_v3(stream), "run")
+        self._require(self._context.execute_async_v3(stream.cuda_stream), "run")
         self._shapes_that_ran.add(shapes)
 
     def _require(self, accepted: bool, refused: str) -> None:
@@ -306,39 +267,3 @@ def _create_context(plan: Plan, runtime_cache: RuntimeCache | None) -> Any:
     config.dynamic_shapes_kernel_specialization_strategy = plan.module.DynamicShapesKernelSpecializationStrategy.EAGER
     config.set_runtime_cache(runtime_cache.cache)
     return engine.create_execution_context(config)
-
-
-class WorkspaceMemory:
-    """Device memory shared by executions that never run at the same time. It has the largest reserved size.
-
-    All executions reserve memory before the first one runs.
-    """
-
-    def __init__(self, allocate: Callable[[int], int]) -> None:
-        """`allocate` returns the address of so many bytes of device memory, which it keeps alive."""
-        self._allocate = allocate
-        self.bytes = 0
-        self._address = 0
-
-    def reserve(self, byte_count: int) -> None:
-        """Reserve memory for one execution.
-
-        Raises EngineError if the memory is already allocated and too small. It cannot be allocated again, because a
-        captured graph would keep the old address.
-        """
-        if self._address and byte_count > self.bytes:
-            raise EngineError(
-                "Engines of plans were opened after others had run.", "Open all engines of a release first."
-            )
-        self.bytes = max(self.bytes, byte_count)
-
-    def address(self) -> int:
-        """Return the aligned address of the memory. The first call allocates the memory, which never moves."""
-        if not self._address:
-            self._address = align(self._allocate(self.bytes + ALIGNMENT_BYTES))
-        return self._address
-
-
-def align(address: int) -> int:
-    """Return the next address that TensorRT accepts."""
-    return -(-address // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
