@@ -23,7 +23,14 @@ from model.loading.target import Target
 from model.pipeline.spec import SDXL
 from model.store.manifest import Blob, Bucket, EngineRecord, Manifest, Signature, Span, TensorRTPlan, TensorSpec
 from tests.support import releases
-from tests.support.fake_tensorrt import RTX_VERSION, VERSION, Fake, install_distribution, install_fake
+from tests.support.fake_tensorrt import (
+    RTX_VERSION,
+    VERSION,
+    Fake,
+    affine_plan,
+    install_distribution,
+    install_fake,
+)
 
 SIGNATURE = Signature(
     inputs=(TensorSpec(name="x", dtype="float32", shape=("rows", 4)),),
@@ -68,7 +75,7 @@ def engine_record(
         "runtime_version": VERSION,
         "bucket": Bucket(batch=Span(min=batch, max=batch)),
         "signature": SIGNATURE,
-        "blob": releases.put_blob(store, f"plan of {component}".encode()),
+        "blob": releases.put_blob(store, affine_plan(name=component)),
         "constants": releases.put_blob(store, constants),
         "tensorrt": plan,
     }
@@ -79,7 +86,7 @@ def test_opens_a_plan_once_for_all_of_its_engines(store: WritableLocalStore, fak
     plans = Plans(store, CPU)
     records = engine_record(store, profile=0, batch=1), engine_record(store, profile=1, batch=4)
     one, four = (plans.open(record, WEIGHTS, "text") for record in records)
-    assert fake.calls_of("deserialize") == [("deserialize", b"plan of unet")]
+    assert fake.calls_of("deserialize") == [("deserialize", affine_plan(name="unet"))]
     x = torch.randn(4, 4)
     torch.testing.assert_close(four.run({"x": x})["y"], x * WEIGHTS["layer.weight"] + 0.5)
     torch.testing.assert_close(one.run({"x": x[:1]})["y"], x[:1] * WEIGHTS["layer.weight"] + 0.5)
@@ -99,7 +106,7 @@ def test_engines_of_one_stream_share_a_workspace(store: WritableLocalStore, fake
 def test_refuses_a_damaged_plan(store: WritableLocalStore, fake: Fake) -> None:
     broken = engine_record(store)
     path = store.root / "blobs" / "sha256" / broken.blob.sha256
-    path.write_bytes(b"plan of unex")
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
     with pytest.raises(CorruptBlob):
         Plans(store, CPU).open(broken, WEIGHTS, "denoising")
     assert not fake.calls
@@ -130,14 +137,6 @@ def select_engines(store: WritableLocalStore, engines: list[EngineRecord], weigh
     return Selection(manifest, "target", by_component, records, shared={})
 
 
-def test_memory_of_plans_is_weights_and_workspaces(store: WritableLocalStore) -> None:
-    engines = [engine_record(store, "unet", 0), engine_record(store, "unet", 1), engine_record(store, "vae_decoder", 0)]
-    engines.append(engine_record(store, "refiner_unet", 0))  # on the stream of the base's UNet
-    # One copy of the weights for each plan, and the largest workspace of each stream.
-    assert tensorrt_bytes(select_engines(store, engines, 5000)) == 3 * 5000 + 1024 + 64
-    assert tensorrt_bytes(select_engines(store, list(releases.draft_release(store).engines), 5000)) == 0
-
-
 def as_holder(engine: EngineRecord) -> EngineRecord:
     """Return the record as that of a plan of TensorRT-RTX that holds its weights and has not run."""
     assert engine.tensorrt is not None
@@ -146,25 +145,29 @@ def as_holder(engine: EngineRecord) -> EngineRecord:
     return engine.model_copy(update=changes)
 
 
-def test_weights_inside_a_plan_are_on_the_gpu_once(store: WritableLocalStore) -> None:
-    """The workspace of a plan that has not run is not known, and counts as 0."""
-    gpu, engine = torch.device("cuda"), as_holder(engine_record(store, "vae_decoder", 0))
-    selection = select_engines(store, [engine], 2**30)
-    assert selection.streamed_weights() == [] and tensorrt_bytes(selection) == 2**30
-    check_memory(gpu, selection, free=2**30)
-    with pytest.raises(OutOfDeviceMemory):
-        check_memory(gpu, selection, free=2**30 - 1)
-    both = select_engines(store, [engine, engine_record(store, "unet", 1)], 2**29)
-    assert tensorrt_bytes(both) == 2 * 2**29 + 1024
-    with pytest.raises(OutOfDeviceMemory):  # the UNet's weights are streamed, and copied by the refit
-        check_memory(gpu, both, free=3 * 2**29 + 1023)
+def test_memory_of_plans_is_weights_and_workspaces(store: WritableLocalStore) -> None:
+    """One copy of the weights for each plan, and the largest workspace of each stream, if it is known."""
+    engines = [engine_record(store, *one) for one in (("unet", 0), ("unet", 1), ("vae_decoder", 0))]
+    engines.append(engine_record(store, "refiner_unet", 0))  # on the stream of the base's UNet
+    assert tensorrt_bytes(select_engines(store, engines, 5000)) == 3 * 5000 + 1024 + 64
+    assert tensorrt_bytes(select_engines(store, list(releases.draft_release(store).engines), 5000)) == 0
+    holder = as_holder(engines[2])
+    assert tensorrt_bytes(select_engines(store, [holder], 5000)) == 5000
+    assert select_engines(store, [holder], 5000).streamed_weights() == []
 
 
 def test_refuses_plans_that_do_not_fit_into_memory(store: WritableLocalStore) -> None:
-    gpu, engine = torch.device("cuda"), engine_record(store, "vae_decoder", 0)
-    check_memory(gpu, select_engines(store, [engine], 2**29 - 32), free=2**30)
-    with pytest.raises(OutOfDeviceMemory, match="1.0 GiB free. .* or use a GPU with more memory"):
-        check_memory(gpu, select_engines(store, [engine], 2**29), free=2**30)
+    gpu, decoder, unet = torch.device("cuda"), engine_record(store, "vae_decoder", 0), engine_record(store, "unet", 1)
+    gib = 2**30
+    for engines, weights, needed in (
+        ([decoder], gib // 2 - 32, gib),  # the weights, their copy in the plan, and a workspace
+        ([as_holder(decoder)], gib, gib),  # weights inside of a plan are on the GPU once
+        ([as_holder(decoder), unet], gib // 2, 3 * gib // 2 + 1024),
+    ):
+        selection = select_engines(store, engines, weights)
+        check_memory(gpu, selection, free=needed)
+        with pytest.raises(OutOfDeviceMemory, match="GiB free. .* or use a GPU with more memory"):
+            check_memory(gpu, selection, free=needed - 1)
 
 
 # -- a release ----------------------------------------------------------------------------------------------------
@@ -291,36 +294,18 @@ def kept_kernels(holder_release: Manifest, caches: RuntimeCacheFolder) -> set[by
 def test_keeps_compiled_kernels_for_the_next_start(
     store: WritableLocalStore, holder_release: Manifest, rtx: Fake, caches: RuntimeCacheFolder
 ) -> None:
-    plans = len(holder_release.components)
-    first = load(store, holder_release, caches)
-    assert kept_kernels(holder_release, caches) == {b""} and first.plans is not None
-    first.plans.keep_compiled_kernels()
-    assert kept_kernels(holder_release, caches) == {b"+kernels"} and not rtx.calls_of("load_cache")
-    start(store, holder_release, caches)
-    assert rtx.calls_of("load_cache") == [("load_cache", b"+kernels")] * plans
-    assert kept_kernels(holder_release, caches) == {b"+kernels"}
-
-
-def test_adds_kernels_that_a_later_start_compiles(
-    store: WritableLocalStore, holder_release: Manifest, rtx: Fake, caches: RuntimeCacheFolder
-) -> None:
-    """A later config may have more buckets."""
-    store.write_release(holder_release)
-    start(store, holder_release, caches)
-    rtx.kernels = b"+more"
-    start(store, holder_release, caches)
-    assert kept_kernels(holder_release, caches) == {b"+kernels+more"}
-
-
-def test_replaces_kernels_that_the_library_refuses(
-    store: WritableLocalStore, holder_release: Manifest, rtx: Fake, caches: RuntimeCacheFolder
-) -> None:
-    store.write_release(holder_release)
-    for engine in holder_release.engines:
-        caches.write(engine.blob.sha256, b"damaged")
+    """A later config may have more buckets, and the library may refuse a file."""
+    load(store, holder_release, caches)
+    assert kept_kernels(holder_release, caches) == {b""}, "not before the warm-up"
+    for kernels, kept in ((b"+kernels", b"+kernels"), (b"+kernels", b"+kernels"), (b"+more", b"+kernels+more")):
+        rtx.kernels = kernels
+        start(store, holder_release, caches)
+        assert kept_kernels(holder_release, caches) == {kept}
+    loaded = [b"+kernels"] * 2 * len(holder_release.components)
+    assert [data for _, data in rtx.calls_of("load_cache")] == loaded
     rtx.refuse = {"load_cache"}
     start(store, holder_release, caches)
-    assert kept_kernels(holder_release, caches) == {b"+kernels"}
+    assert kept_kernels(holder_release, caches) == {b"+more"}
 
 
 def test_tensorrt_keeps_no_kernels(

@@ -1,7 +1,8 @@
 """ONNX graphs name their weights without holding them, equal eager PyTorch, and generate the same image."""
 
-import os
+import functools
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from diffusers.models import Transformer2DModel
 from onnx import TensorProto
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
@@ -19,7 +21,7 @@ from engine_builder.backends.aot_inductor.compile import example_inputs
 from engine_builder.backends.built import CompileError
 from engine_builder.backends.onnx import export as onnx_export
 from engine_builder.backends.onnx.engine import OnnxEngine
-from engine_builder.backends.onnx.export import OnnxGraph, count_operators, export_graph, graph_key, read_literals
+from engine_builder.backends.onnx.export import OnnxGraph, export_graph, graph_key, read_literals
 from engine_builder.backends.onnx.graph_store import (
     BuiltGraph,
     export_model,
@@ -27,13 +29,12 @@ from engine_builder.backends.onnx.graph_store import (
     read_graph,
     validate_graph,
 )
-from engine_builder.backends.onnx.inspect_graphs import inspect_graph, write_with_zeros
+from engine_builder.backends.onnx.inspect_graphs import inspect_graph
 from engine_builder.backends.onnx.opsets import OLD_OPSET, OPSET
 from engine_builder.building.validate import InaccurateEngine
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.commands.main import app
 from engine_builder.networks.network import Network, load_network
-from engine_builder.networks.onnx_form import onnx_operations
 from engine_builder.networks.unet import transformer_blocks
 from engine_builder.releases.gc import named_blobs
 from engine_builder.stores.store import WritableStore, open_writable_store
@@ -44,68 +45,60 @@ from model.errors import EngineError
 from model.loading.load import Loaded
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.text_to_image import generate
-from model.store.precision import BF16, FP16, FP32, Precision
-from tests.conftest import file_lock
-from tests.engine_builder.helpers import KEPT_GRAPHS, edit_weights, folder_of
+from model.store.precision import BF16, FP16, FP32
+from tests.engine_builder.helpers import edit_weights, folder_of
 from tests.support.components import BASE_COMPONENTS, REFINER_COMPONENTS
 from tests.support.repository import MODEL_FOLDER, REPOSITORY
 from tests.support.tensorrt_rtx import require_tensorrt_rtx
 
 COMPONENTS = BASE_COMPONENTS + REFINER_COMPONENTS
-slow = pytest.mark.skipif(
-    not os.environ.get("PREHEAT_SLOW"), reason="takes minutes: run `make slow`, which sets PREHEAT_SLOW"
-)
-TESTED = [pytest.param(name, marks=slow if name in REFINER_COMPONENTS else ()) for name in COMPONENTS]
+# Precision, opset and largest error of each kind of graph: of the toy, and of data/tiny-sdxl with its refiner.
+KINDS = {
+    "toy": (FP16, OPSET, 1e-2),
+    "fp32": (FP32, OPSET, 1e-4),
+    "fp16": (FP16, OPSET, 1e-2),
+    "opset 17": (FP16, OLD_OPSET, 1e-2),
+}
+TINY = [kind for kind in KINDS if kind != "toy"]
 SHAPES = ((1, 128, 64), (2, 64, 96), (5, 96, 192))
+GraphOf = Callable[[str, str], tuple[Network, OnnxGraph]]
+"""Returns the network of a component and its graph of a kind."""
 
 
-def load_tiny(component: str, precision: Precision = FP32) -> Network:
-    """Load a component of data/tiny-sdxl or of its refiner."""
-    folder = MODEL_FOLDER / "refiner" if component in REFINER_COMPONENTS else MODEL_FOLDER
-    return load_network(Checkpoint(folder), component, precision)
-
-
-@pytest.fixture(scope="session")
-def kept() -> WritableStore:
-    """A store that keeps exported graphs between test runs."""
-    return open_writable_store(KEPT_GRAPHS)
-
-
-@pytest.fixture(scope="session")
-def graphs(kept: WritableStore, show_progress: Callable[[str], None]) -> dict[str, OnnxGraph]:
-    """The components of data/tiny-sdxl in fp32, by `export_model`; with the refiner's if slow tests run."""
-    refiner = Checkpoint(MODEL_FOLDER / "refiner") if os.environ.get("PREHEAT_SLOW") else None
-
-    def report(component: str, activity: str, done: int, steps: int) -> None:
-        show_progress(f"graphs {done}/{steps}: {component}: {activity}")
-
-    with file_lock(KEPT_GRAPHS.with_suffix(".lock")):
-        exported = export_model(Checkpoint(MODEL_FOLDER), refiner, FP32, kept, report)
-    assert [graph.component for graph in exported] == list(COMPONENTS if refiner else BASE_COMPONENTS)
-    assert all(graph.error <= 1e-4 for graph in exported)
-    return {graph.component: read_graph(kept, graph.built) for graph in exported}
+def cases(quick: tuple[str, ...], tiny: tuple[str, ...] = COMPONENTS) -> pytest.MarkDecorator:
+    """Run a test with components of the toy, of which only `quick` are in `make test`, and of data/tiny-sdxl."""
+    toys = [pytest.param("toy", name, marks=() if name in quick else pytest.mark.full) for name in BASE_COMPONENTS]
+    toys = toys if tiny is COMPONENTS else [case for case in toys if case.values[1] in quick]
+    more = [pytest.param(kind, name, marks=pytest.mark.full) for kind in TINY for name in tiny]
+    return pytest.mark.parametrize(("kind", "component"), toys + more)
 
 
 @pytest.fixture(scope="session")
-def old_graphs(kept: WritableStore) -> dict[str, OnnxGraph]:
-    """The components of data/tiny-sdxl in fp16 and the older opset; with the refiner's if slow tests run."""
-    refiner = Checkpoint(MODEL_FOLDER / "refiner") if os.environ.get("PREHEAT_SLOW") else None
-    with file_lock(KEPT_GRAPHS.with_suffix(".lock")):
-        exported = export_model(Checkpoint(MODEL_FOLDER), refiner, FP16, kept, opset=OLD_OPSET)
-    return {graph.component: read_graph(kept, graph.built) for graph in exported}
+def graph_of(exported: tuple[WritableStore, Path], toy_folder: Path) -> GraphOf:
+    """Return a function that returns a network and its graph."""
+
+    @functools.cache
+    def load(kind: str, component: str) -> tuple[Network, OnnxGraph]:
+        precision, opset, _ = KINDS[kind]
+        tiny = MODEL_FOLDER / "refiner" if component in REFINER_COMPONENTS else MODEL_FOLDER
+        network = load_network(Checkpoint(toy_folder if kind == "toy" else tiny), component, precision)
+        if kind != "toy":
+            return network, export_graph(network, opset)
+        found = BuiltGraph.find(exported[0], graph_key(network))
+        assert found is not None
+        return network, read_graph(exported[0], found)
+
+    return load
 
 
-@pytest.fixture(scope="module")
-def toy_unet(toy_folder: Path, exported: tuple[WritableStore, Path]) -> tuple[Network, OnnxGraph]:
+@pytest.fixture
+def toy_unet(graph_of: GraphOf) -> tuple[Network, OnnxGraph]:
     """The toy's UNet in fp16."""
-    network = load_network(Checkpoint(toy_folder), "unet", FP16)
-    found = BuiltGraph.find(exported[0], graph_key(network))
-    assert found is not None
-    return network, read_graph(exported[0], found)
+    return graph_of("toy", "unet")
 
 
-def errors(network: Network, engine: OnnxEngine, relative: bool) -> list[float]:
-    """Return the error of every output at every shape against eager PyTorch."""
+def errors(network: Network, engine: OnnxEngine) -> list[float]:
+    """Return the error of every output at every shape against eager PyTorch: absolute in fp32, otherwise relative."""
     measured = []
     for seed, (batch, height, width) in enumerate(SHAPES):
         case = example_inputs(network.signature, batch, height, width, "cpu", seed)
@@ -117,82 +110,28 @@ def errors(network: Network, engine: OnnxEngine, relative: bool) -> list[float]:
         ]
         for reference, output in zip(expected, outputs.values(), strict=True):
             difference = (output.double() - reference.double()).abs()
-            measured.append(float(difference.norm() / reference.double().norm() if relative else difference.max()))
+            absolute = network.precision == FP32
+            measured.append(float(difference.max() if absolute else difference.norm() / reference.double().norm()))
     return measured
 
 
-@pytest.mark.parametrize("component", TESTED)
-def test_fp32_equals_eager_pytorch_at_three_shapes(component: str, graphs: dict[str, OnnxGraph]) -> None:
-    network = load_tiny(component)
-    engine = OnnxEngine(component, graphs[component], network.signature, network.tensors())
-    assert max(errors(network, engine, relative=False)) <= 1e-4
-
-
-@pytest.mark.parametrize("component", TESTED)
-def test_opset_17_equals_eager_pytorch_at_three_shapes(component: str, old_graphs: dict[str, OnnxGraph]) -> None:
-    network = load_tiny(component, FP16)
-    engine = OnnxEngine(component, old_graphs[component], network.signature, network.tensors())
-    assert max(errors(network, engine, relative=True)) <= 1e-2
-
-
-@pytest.mark.parametrize("component", BASE_COMPONENTS)
-def test_forms_for_onnx_equal_the_networks(component: str, toy_folder: Path) -> None:
-    network = load_network(Checkpoint(toy_folder), component, FP32)
-    case = example_inputs(network.signature, 2, 64, 96, "cpu")
-    with torch.inference_mode():
-        expected = network.module(*case.values())
-        with onnx_operations():
-            actual = network.module(*case.values())
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-
-
-@slow
-@pytest.mark.parametrize("component", ["text_encoder_2", "unet", "vae_decoder", "refiner_unet"])
-def test_fp16_equals_eager_pytorch_at_three_shapes(component: str, kept: WritableStore) -> None:
-    network = load_tiny(component, FP16)
-    engine = OnnxEngine(component, load_or_export_graph(network, kept)[1], network.signature, network.tensors())
-    assert max(errors(network, engine, relative=True)) <= 1e-2
-
-
-@pytest.mark.parametrize("component", BASE_COMPONENTS)
-def test_toy_in_fp16_equals_eager_pytorch(
-    component: str, exported: tuple[WritableStore, Path], toy_folder: Path
-) -> None:
+@cases(quick=("text_encoder_2", "unet_time", "unet", "vae_decoder"))
+def test_equals_eager_pytorch_at_three_shapes(kind: str, component: str, graph_of: GraphOf) -> None:
     """The time network concatenates fp16 text and fp32 sizes."""
-    network = load_network(Checkpoint(toy_folder), component, FP16)
-    found = BuiltGraph.find(exported[0], graph_key(network))
-    assert found is not None
-    graph = read_graph(exported[0], found)
-    engine = OnnxEngine(component, graph, network.signature, network.tensors())
-    assert max(errors(network, engine, relative=True)) <= 1e-2
+    network, graph = graph_of(kind, component)
+    assert max(errors(network, OnnxEngine(component, graph, network.signature, network.tensors()))) <= KINDS[kind][2]
     types = {init.data_type for init in onnx.load_from_string(graph.model).graph.initializer}
     assert types <= {TensorProto.FLOAT16, TensorProto.FLOAT, TensorProto.INT32, TensorProto.INT64}
-    assert all(c["dtype"] == "float16" or name.endswith("position_ids") for name, c in graph.constants.items())
+    dtype = {FP32: "float32", FP16: "float16"}[network.precision]
+    assert all(c["dtype"] == dtype or name.endswith("position_ids") for name, c in graph.constants.items())
 
 
-def test_refuses_bf16(toy_folder: Path) -> None:
-    with pytest.raises(CompileError, match="in bf16 cannot be exported to ONNX.*Choose fp32 or fp16"):
-        export_graph(load_network(Checkpoint(toy_folder), "vae_decoder", BF16))
-
-
-@pytest.mark.parametrize("component", ["unet", "vae_decoder"])
-def test_dimensions_have_the_signatures_names(component: str, graphs: dict[str, OnnxGraph]) -> None:
-    graph = onnx.load_from_string(graphs[component].model).graph
-    sides = [[size.dim_param for size in value.type.tensor_type.shape.dim] for value in (*graph.input, *graph.output)]
-    assert all(shape[0] == "rows" for shape in sides)
-    assert sides[0][2:] == ["height/8", "width/8"]
-
-
-@pytest.mark.parametrize("component", BASE_COMPONENTS)
-def test_graph_names_its_tensors_and_holds_none_of_them(component: str, graphs: dict[str, OnnxGraph]) -> None:
-    graph, network = graphs[component], load_tiny(component)
-    tensors = network.tensors()
-    external = [
-        init
-        for init in onnx.load_from_string(graph.model).graph.initializer
-        if init.data_location == TensorProto.EXTERNAL
-    ]
-    assert [init.name for init in external] and {init.name for init in external} == graph.constants.keys()
+@cases(quick=("text_encoder", "unet", "vae_decoder"))
+def test_graph_names_its_tensors_and_holds_none_of_them(kind: str, component: str, graph_of: GraphOf) -> None:
+    network, graph = graph_of(kind, component)
+    tensors, model = network.tensors(), onnx.load_from_string(graph.model)
+    external = [init for init in model.graph.initializer if init.data_location == TensorProto.EXTERNAL]
+    assert external and {init.name for init in external} == graph.constants.keys()
     for init in external:
         assert list(init.dims) == list(tensors[init.name].shape)
         assert not init.raw_data and not init.float_data
@@ -201,12 +140,19 @@ def test_graph_names_its_tensors_and_holds_none_of_them(component: str, graphs: 
         varied = tensor.numel() > 1 and tensor.is_floating_point() and tensor.unique().numel() > 1
         assert not varied or tensor.numpy().tobytes() not in content, name
     assert all(value.numel() <= 77 * 77 for value in read_literals(graph.model).values())
+    assert all(path not in graph.model for path in (b"site-packages", str(REPOSITORY).encode(), b".py"))
+    sides = [
+        [size.dim_param for size in v.type.tensor_type.shape.dim] for v in (*model.graph.input, *model.graph.output)
+    ]
+    assert all(shape[0] == "rows" for shape in sides)
+    if component in ("unet", "vae_decoder"):
+        scale = network.signature.inputs[0].shape[2:]
+        assert tuple(sides[0][2:]) == scale and all("height/" in str(side) or "width/" in str(side) for side in scale)
 
 
-def test_graph_contains_no_paths(graphs: dict[str, OnnxGraph]) -> None:
-    for graph in graphs.values():
-        assert b"site-packages" not in graph.model and str(REPOSITORY).encode() not in graph.model
-        assert b".py" not in graph.model
+def test_refuses_bf16(toy_folder: Path) -> None:
+    with pytest.raises(CompileError, match="in bf16 cannot be exported to ONNX.*Choose fp32 or fp16"):
+        export_graph(load_network(Checkpoint(toy_folder), "vae_decoder", BF16))
 
 
 def test_models_of_one_architecture_have_the_same_graph(toy_folder: Path, folder_copy: Path) -> None:
@@ -216,112 +162,17 @@ def test_models_of_one_architecture_have_the_same_graph(toy_folder: Path, folder
     assert graph_key(one) == graph_key(other)
     graph = export_graph(one)
     assert graph == export_graph(other)
-    engine = OnnxEngine("text_encoder", graph, other.signature, other.tensors())
-    assert max(errors(other, engine, relative=False)) == 0.0
+    assert max(errors(other, OnnxEngine("text_encoder", graph, other.signature, other.tensors()))) == 0.0
     assert graph_key(load_network(Checkpoint(toy_folder), "text_encoder", FP16)) != graph_key(one)
 
 
-def test_refuses_weights_that_do_not_fit(toy_unet: tuple[Network, OnnxGraph]) -> None:
+def test_refuses_weights_that_do_not_fit(toy_unet: tuple[Network, OnnxGraph], tmp_path: Path) -> None:
+    """In ONNX Runtime, and in a folder."""
     network, graph = toy_unet
-    tensors = network.tensors()
-    name = next(iter(graph.constants))
-    with pytest.raises(EngineError, match=f"lack {name}"):
-        OnnxEngine("unet", graph, network.signature, {key: value for key, value in tensors.items() if key != name})
-
-
-def test_refuses_a_wrapper_with_a_constant_tensor() -> None:
-    class WithConstant(torch.nn.Module):
-        def forward(self, latents: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return (latents.repeat_interleave(8, 2).repeat_interleave(8, 3)[:, :3] * self.scale,)
-
-    network = load_tiny("vae_decoder")
-    module = WithConstant()
-    module.scale = torch.randn(3, 1, 1)
-    with pytest.raises(CompileError, match="could not be exported .*device"):
-        export_graph(replace(network, module=module))
-
-
-def test_refuses_a_damaged_graph(toy_unet: tuple[Network, OnnxGraph]) -> None:
-    network, graph = toy_unet
-    model = onnx.load_from_string(graph.model)
-    model.graph.node[0].op_type = "NoSuchOperator"
-    with pytest.raises(CompileError, match="is invalid"):
-        onnx_export.check_graph(replace(graph, model=model.SerializeToString()), network.signature)
-    constants = dict(graph.constants)
-    name = next(iter(constants))
-    constants[name] = constants[name] | {"shape": [1, 2, 3]}
-    with pytest.raises(CompileError, match=f"{name} of the ONNX graph"):
-        onnx_export.check_graph(replace(graph, constants=constants), network.signature)
-
-
-def test_refuses_a_graph_with_other_results(toy_unet: tuple[Network, OnnxGraph]) -> None:
-    network, graph = toy_unet
-    model = onnx.load_from_string(graph.model)
-    node = next(node for node in model.graph.node if node.op_type == "Sigmoid")
-    node.op_type = "Tanh"
-    with pytest.raises(InaccurateEngine, match="The ONNX graph of unet differs by"):
-        validate_graph(network, replace(graph, model=model.SerializeToString()))
-
-
-# -- in a store and in a folder -----------------------------------------------------------------------------------
-
-
-def test_onnx_runtime_opens_the_commands_output(exported: tuple[WritableStore, Path], toy_folder: Path) -> None:
-    _, out = exported
-    assert {path.name for path in out.iterdir()} == {"weights"} | {f"{name}.onnx" for name in BASE_COMPONENTS}
-    for name in BASE_COMPONENTS:
-        onnx.checker.check_model(out / f"{name}.onnx", full_check=True)
-    network = load_network(Checkpoint(toy_folder), "unet", FP16)
-    session = onnxruntime.InferenceSession(out / "unet.onnx", providers=["CPUExecutionProvider"])
-    case = example_inputs(network.signature, 2, 64, 96, "cpu")
-    [actual] = session.run(None, {name: tensor.numpy() for name, tensor in case.items()})
-    with torch.inference_mode():
-        [expected] = network.module(*case.values())
-    assert np.linalg.norm(actual - expected.numpy()) / np.linalg.norm(expected.numpy()) <= 1e-2
-
-
-def test_weights_are_stored_once(exported: tuple[WritableStore, Path], toy_folder: Path) -> None:
-    store, _ = exported
-    tensor = load_network(Checkpoint(toy_folder), "unet", FP16).tensors()["conv_in.weight"]
-    data = tensor.numpy().tobytes()
-    assert sum(data in store.get(digest, size).read_bytes() for digest, size, _ in store.blobs()) == 1
-
-
-def test_exporting_again_exports_nothing(exported: tuple[WritableStore, Path], toy_folder: Path) -> None:
-    store, _ = exported
-    before = {digest for digest, _, _ in store.blobs()}
-    again = export_model(Checkpoint(toy_folder), None, FP16, store)
-    assert not any(graph.is_new for graph in again)
-    assert {digest for digest, _, _ in store.blobs()} == before
-
-
-def test_gc_keeps_graphs(exported: tuple[WritableStore, Path]) -> None:
-    store, _ = exported
-    named = named_blobs(store)
-    for key in store.records("onnx"):
-        found = BuiltGraph.find(store, key)
-        assert found is not None and {blob.sha256 for blob in found.blobs()} <= named
-
-
-def test_exports_again_if_the_stored_graph_is_damaged(
-    exported: tuple[WritableStore, Path], toy_folder: Path, tmp_path: Path
-) -> None:
-    store = open_writable_store(shutil.copytree(folder_of(exported[0]), tmp_path / "store"))
-    network = load_network(Checkpoint(toy_folder), "text_encoder", FP16)
-    found = BuiltGraph.find(store, graph_key(network))
-    assert found is not None
-    path = store.get(found.graph.sha256, found.graph.bytes)
-    path.write_bytes(path.read_bytes()[:-1])
-    assert BuiltGraph.find(store, graph_key(network)) is None
-    assert load_or_export_graph(network, store)[0].graph == found.graph
-    assert BuiltGraph.find(store, graph_key(network)) is not None
-
-
-def test_write_model_refuses_weights_that_lack_a_tensor(toy_unet: tuple[Network, OnnxGraph], tmp_path: Path) -> None:
-    network, graph = toy_unet
-    tensors = network.tensors()
-    name = next(iter(graph.constants))
+    tensors, name = network.tensors(), next(iter(graph.constants))
     incomplete = {key: tensor for key, tensor in tensors.items() if key != name}
+    with pytest.raises(EngineError, match=f"lack {name}"):
+        OnnxEngine("unet", graph, network.signature, incomplete)
     for number, saved in enumerate((incomplete, tensors | {name: tensors[name].float()})):
         file = tmp_path / f"weights-{number}"
         save_file({key: tensor.contiguous() for key, tensor in saved.items()}, file)
@@ -329,26 +180,94 @@ def test_write_model_refuses_weights_that_lack_a_tensor(toy_unet: tuple[Network,
             onnx_export.write_model(graph, [file], tmp_path / f"{number}.onnx")
 
 
+def test_refuses_a_wrapper_with_a_constant_tensor(toy_folder: Path) -> None:
+    class WithConstant(torch.nn.Module):
+        def forward(self, latents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return (latents.repeat_interleave(2, 2).repeat_interleave(2, 3)[:, :3] * self.scale,)
+
+    module = WithConstant()
+    module.scale = torch.randn(3, 1, 1)
+    with pytest.raises(CompileError, match="could not be exported .*device"):
+        export_graph(replace(load_network(Checkpoint(toy_folder), "vae_decoder", FP32), module=module))
+
+
+def test_refuses_a_damaged_graph(toy_unet: tuple[Network, OnnxGraph]) -> None:
+    network, graph = toy_unet
+
+    def with_operator(before: str, after: str) -> OnnxGraph:
+        model = onnx.load_from_string(graph.model)
+        next(node for node in model.graph.node if node.op_type == before).op_type = after
+        return replace(graph, model=model.SerializeToString())
+
+    with pytest.raises(CompileError, match="is invalid"):
+        onnx_export.check_graph(with_operator("MatMul", "NoSuchOperator"), network.signature)
+    name, constant = next(iter(graph.constants.items()))
+    constants = graph.constants | {name: constant | {"shape": [1, 2, 3]}}
+    with pytest.raises(CompileError, match=f"{name} of the ONNX graph"):
+        onnx_export.check_graph(replace(graph, constants=constants), network.signature)
+    with pytest.raises(InaccurateEngine, match="The ONNX graph of unet differs by"):
+        validate_graph(network, with_operator("Sigmoid", "Tanh"))
+
+
+# -- in a store and in a folder -----------------------------------------------------------------------------------
+
+
+def test_onnx_runtime_opens_the_commands_output(
+    exported: tuple[WritableStore, Path], toy_unet: tuple[Network, OnnxGraph]
+) -> None:
+    store, out = exported
+    assert {path.name for path in out.iterdir()} == {"weights"} | {f"{name}.onnx" for name in BASE_COMPONENTS}
+    for name in BASE_COMPONENTS:
+        onnx.checker.check_model(out / f"{name}.onnx", full_check=True)
+    network, _ = toy_unet
+    session = onnxruntime.InferenceSession(out / "unet.onnx", providers=["CPUExecutionProvider"])
+    case = example_inputs(network.signature, 2, 64, 96, "cpu")
+    [actual] = session.run(None, {name: tensor.numpy() for name, tensor in case.items()})
+    with torch.inference_mode():
+        [expected] = network.module(*case.values())
+    assert np.linalg.norm(actual - expected.numpy()) / np.linalg.norm(expected.numpy()) <= 1e-2
+    data = network.tensors()["conv_in.weight"].numpy().tobytes()
+    blobs = [store.get(digest, size).read_bytes() for digest, size, _ in store.blobs()]
+    assert sum(data in blob for blob in blobs) == 1, "weights are stored once"
+
+
+def test_exporting_again_exports_only_damaged_graphs(
+    exported: tuple[WritableStore, Path], toy_folder: Path, tmp_path: Path
+) -> None:
+    store = open_writable_store(shutil.copytree(folder_of(exported[0]), tmp_path / "store"))
+    before = {digest for digest, _, _ in store.blobs()}
+    assert not any(graph.is_new for graph in export_model(Checkpoint(toy_folder), None, FP16, store))
+    assert {digest for digest, _, _ in store.blobs()} == before
+    network = load_network(Checkpoint(toy_folder), "unet_text", FP16)
+    found = BuiltGraph.find(store, graph_key(network))
+    assert found is not None and {blob.sha256 for blob in found.blobs()} <= named_blobs(store), "gc keeps graphs"
+    path = store.get(found.graph.sha256, found.graph.bytes)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert BuiltGraph.find(store, graph_key(network)) is None
+    assert load_or_export_graph(network, store)[0].graph == found.graph
+    assert BuiltGraph.find(store, graph_key(network)) is not None
+
+
 def test_write_model_links_or_copies_weights(toy_unet: tuple[Network, OnnxGraph], tmp_path: Path) -> None:
     network, graph = toy_unet
     file = tmp_path / "blob"
     save_file({key: tensor.contiguous() for key, tensor in network.tensors().items()}, file)
-    onnx_export.write_model(graph, [file], tmp_path / "linked" / "unet.onnx", link=True)
-    [linked] = (tmp_path / "linked" / "weights").iterdir()
-    assert linked.samefile(file)
-    onnx_export.write_model(graph, [file], tmp_path / "copied" / "unet.onnx")
-    [copied] = (tmp_path / "copied" / "weights").iterdir()
-    assert not copied.samefile(file) and load_file(copied).keys() == load_file(file).keys()
+    for name, link in (("linked", True), ("copied", False)):
+        onnx_export.write_model(graph, [file], tmp_path / name / "unet.onnx", link=link)
+        [written] = (tmp_path / name / "weights").iterdir()
+        assert written.samefile(file) == link and load_file(written).keys() == load_file(file).keys()
 
 
 # -- the whole pipeline -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("refiner", [False, pytest.param(True, marks=slow)], ids=["base", "refined"])
-def test_pipeline_generates_aot_inductors_image(refiner: bool, graphs: dict[str, OnnxGraph], loaded: Loaded) -> None:
+@pytest.mark.full
+@pytest.mark.parametrize("refiner", [False, True], ids=["base", "refined"])
+def test_pipeline_generates_aot_inductors_image(refiner: bool, graph_of: GraphOf, loaded: Loaded) -> None:
+    """In fp32. test_tensorrt_pipeline.py has the image of the toy's graphs in fp16."""
     engines = dict(loaded.model.engines)
-    for component, graph in graphs.items():
-        network = load_tiny(component)
+    for component in COMPONENTS if refiner else BASE_COMPONENTS:
+        network, graph = graph_of("fp32", component)
         engines[component] = EngineSet([OnnxEngine(component, graph, network.signature, network.tensors())])
     through_onnx: LoadedModel = replace(loaded.model, engines=engines)
     request = GenerationRequest(
@@ -369,29 +288,26 @@ SUPPORTED = set(
 )
 # The same of 8.6.
 SUPPORTED_BEFORE = SUPPORTED - {"Gelu", "GroupNormalization"} | {"Div", "Erf", "InstanceNormalization"}
+FUSED = ("text_encoder_2", "unet", "vae_decoder")
 
 
-def test_tensorrts_parser_supports_every_operator(
-    graphs: dict[str, OnnxGraph], old_graphs: dict[str, OnnxGraph]
-) -> None:
-    for graph in graphs.values():
-        assert count_operators(graph.model).keys() <= SUPPORTED
-        assert onnx.load_from_string(graph.model).opset_import[0].version == OPSET
-    for graph in old_graphs.values():
-        assert count_operators(graph.model).keys() <= SUPPORTED_BEFORE
-        model = onnx.load_from_string(graph.model)
-        assert (model.opset_import[0].version, model.ir_version) == (OLD_OPSET, 8)
-        # A causal mask of 77 x 77 elements is stored once, not for each layer.
-        assert sum(value.nbytes for value in read_literals(graph.model).values()) < 2**14
+@cases(quick=BASE_COMPONENTS)
+def test_tensorrts_parser_supports_every_operator(kind: str, component: str, graph_of: GraphOf) -> None:
+    model = onnx.load_from_string(graph_of(kind, component)[1].model)
+    is_old = kind == "opset 17"
+    assert {node.op_type for node in model.graph.node} <= (SUPPORTED_BEFORE if is_old else SUPPORTED)
+    assert model.opset_import[0].version == (OLD_OPSET if is_old else OPSET)
+    assert not is_old or model.ir_version == 8
+    # A causal mask of 77 x 77 elements is stored once, not for each layer.
+    literals = read_literals(model.SerializeToString()).values()
+    assert kind == "fp32" or sum(value.nbytes for value in literals) < 2**14
 
 
-@pytest.mark.parametrize("component", ["text_encoder", "text_encoder_2", "unet", "vae_decoder"])
-@pytest.mark.parametrize("opset", [OPSET, OLD_OPSET])
-def test_attention_is_the_pattern_that_tensorrt_fuses(
-    component: str, opset: int, graphs: dict[str, OnnxGraph], old_graphs: dict[str, OnnxGraph]
-) -> None:
+@cases(quick=FUSED, tiny=FUSED)
+def test_attention_is_the_pattern_that_tensorrt_fuses(kind: str, component: str, graph_of: GraphOf) -> None:
     """Queries, keys and values get one Reshape and one Transpose each, or a text encoder's together."""
-    graph = onnx.load_from_string((graphs if opset == OPSET else old_graphs)[component].model).graph
+    network, exported = graph_of(kind, component)
+    graph = onnx.load_from_string(exported.model).graph
     made_by = {name: node for node in graph.node for name in node.output}
 
     def operators(name: str, *path: int) -> list[str]:
@@ -407,7 +323,7 @@ def test_attention_is_the_pattern_that_tensorrt_fuses(
     source = ["Gather", "Transpose", "Reshape"] if is_text else ["Transpose", "Reshape"]
     steps = [0] * len(source)
     softmaxes = [node for node in graph.node if node.op_type == "Softmax"]
-    assert len(softmaxes) == count_attentions(load_tiny(component))
+    assert len(softmaxes) == count_attentions(network)
     for softmax in softmaxes:
         before = [0] * len(mask)
         assert operators(softmax.input[0], *before, 0, 0, *steps) == [*mask, "MatMul", "Mul", *source]
@@ -421,32 +337,22 @@ def count_attentions(network: Network) -> int:
     """Return the number of attentions that a component computes."""
     if network.component == "unet":
         return 2 * len(list(transformer_blocks(network.module.network)))
-    if network.component == "vae_decoder":
-        return 1
-    layers = int(network.architecture["num_hidden_layers"])
-    return layers - 1 if network.component == "text_encoder" else layers  # the first encoder's last layer is not used
+    return 1 if network.component == "vae_decoder" else int(network.architecture["num_hidden_layers"])
 
 
-@pytest.mark.parametrize("component", ["unet", "vae_decoder"])
-def test_each_norm_is_one_node(component: str, graphs: dict[str, OnnxGraph], old_graphs: dict[str, OnnxGraph]) -> None:
-    modules = list(load_tiny(component).module.modules())
-    norms = [sum(isinstance(module, norm) for module in modules) for norm in (torch.nn.GroupNorm, torch.nn.LayerNorm)]
-    for graph, group_norm in ((graphs, "GroupNormalization"), (old_graphs, "InstanceNormalization")):
-        counts = count_operators(graph[component].model)
-        assert [counts[group_norm], counts.get("LayerNormalization", 0)] == norms
-
-
-@pytest.mark.parametrize("component", ["unet", "vae_decoder"])
-@pytest.mark.parametrize("opset", [OPSET, OLD_OPSET])
-def test_shapes_are_constants(
-    component: str, opset: int, graphs: dict[str, OnnxGraph], old_graphs: dict[str, OnnxGraph]
-) -> None:
-    """Only a transformer's output gets the shape of another tensor, because its height and width are both dynamic."""
-    graph = (graphs if opset == OPSET else old_graphs)[component]
-    nodes = onnx.load_from_string(graph.model).graph.node
-    constants = set(read_literals(graph.model))
+@cases(quick=FUSED[1:], tiny=FUSED[1:])
+def test_norms_and_shapes_are_few_nodes(kind: str, component: str, graph_of: GraphOf) -> None:
+    """Each norm is one node. Only a transformer's output gets the shape of another tensor: its sides are dynamic."""
+    network, exported = graph_of(kind, component)
+    nodes = onnx.load_from_string(exported.model).graph.node
+    counts = Counter(node.op_type for node in nodes)
+    modules = Counter(type(module) for module in network.module.modules())
+    group_norm = "InstanceNormalization" if kind == "opset 17" else "GroupNormalization"
+    assert counts[group_norm] == modules[torch.nn.GroupNorm]
+    assert counts["LayerNormalization"] == modules[torch.nn.LayerNorm]
+    constants = set(read_literals(exported.model))
     shapes = {node.output[0] for node in nodes if node.op_type == "Shape"}
-    assert len(shapes) == {"unet": 7, "vae_decoder": 1}[component]
+    assert len(shapes) == (modules[Transformer2DModel] if component == "unet" else 1)
     for node in nodes:
         assert node.op_type not in ("Gather", "Squeeze", "Range", "Expand", "Where")
         if node.op_type == "Reshape":
@@ -455,29 +361,20 @@ def test_shapes_are_constants(
             assert constants.issuperset(node.input[1:])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("component", "layers", "kernels"), [("text_encoder", 156, 21), ("unet", 1930, 270), ("vae_decoder", 835, 85)]
 )
 def test_tensorrt_rtx_fuses_the_graphs(
-    component: str, layers: int, kernels: int, old_graphs: dict[str, OnnxGraph], tmp_path: Path
+    component: str, layers: int, kernels: int, graph_of: GraphOf, tmp_path: Path
 ) -> None:
     """The numbers are those of TensorRT-RTX 1.7.1, see docs/tensorrt.md. Fewer are better."""
     require_tensorrt_rtx()
     path = tmp_path / "graph.onnx"
-    path.write_bytes(old_graphs[component].model)
+    path.write_bytes(graph_of("opset 17", component)[1].model)
     found = inspect_graph(path, pixels=256)
     assert found.layers <= layers
     assert found.kernels is not None and found.kernels <= kernels
-
-
-def test_zeros_replace_the_weights(toy_unet: tuple[Network, OnnxGraph], tmp_path: Path) -> None:
-    network, graph = toy_unet
-    (tmp_path / "unet.onnx").write_bytes(graph.model)
-    (tmp_path / "copy").mkdir()
-    model = onnx.load(write_with_zeros(tmp_path / "unet.onnx", tmp_path / "copy"))
-    arrays = {init.name: onnx.numpy_helper.to_array(init) for init in model.graph.initializer}
-    assert all(arrays[name].shape == tuple(tensor.shape) for name, tensor in network.tensors().items())
-    assert not any(arrays[name].any() for name in network.tensors())
 
 
 def test_refuses_other_opsets(toy_folder: Path) -> None:

@@ -9,20 +9,17 @@ import pytest
 import torch
 
 from engine_builder.backends.aot_inductor.compile import dynamic_bucket, static_bucket
-from engine_builder.backends.tensorrt import options as tensorrt_options
 from engine_builder.backends.tensorrt.options import (
     COMPATIBILITY,
     REFIT,
     InvalidOption,
     PlanOptions,
-    Refit,
     parse_options,
     plan_targets,
 )
 from engine_builder.backends.tensorrt.plan_settings import (
     NotEnoughMemory,
     ShapeRange,
-    builder_flags,
     check_build_memory,
     describe_unsupported,
     optimization_profiles,
@@ -35,7 +32,6 @@ from engine_builder.backends.tensorrt.progress import PhaseProgress
 from engine_builder.networks.network import Network
 from engine_builder.releases.gc import named_blobs
 from engine_builder.stores.local import WritableLocalStore
-from model.engines.signatures import Widths, pooled_text_signature, vae_decoder_signature
 from model.engines.tensorrt.libraries import TENSORRT, TensorRTUnavailable, installed_version
 from model.loading.runtimes import make_tensorrt_target, runnable_plan_targets
 from model.loading.target import Target
@@ -69,35 +65,6 @@ def test_profile_of_dynamic_bucket_has_its_range() -> None:
     [profile] = optimization_profiles(UNET, [dynamic_bucket(32, max_batch=16, max_side=1024)])
     assert profile["sample"] == ShapeRange((1, 4, 8, 8), (16, 4, 128, 128), (16, 4, 128, 128))
     assert profile["time_ids"] == ShapeRange((1, 6), (16, 6), (16, 6))
-
-
-def test_profiles_of_every_signature() -> None:
-    widths = Widths(
-        tokens=77, text_width=768, text_width_2=1280, pooled_width=1280, context_width=2048, latent_channels=4,
-        time_ids=6, vae_scale=8,
-    )  # fmt: skip
-    for signature, buckets in (
-        (pooled_text_signature(widths, "float16"), [static_bucket(1, None, None), static_bucket(2, None, None)]),
-        (vae_decoder_signature(widths, "float16"), [static_bucket(1, 1024, 1024)]),
-    ):
-        profiles = optimization_profiles(signature, buckets)
-        assert len(profiles) == len(buckets)
-        for profile in profiles:
-            assert list(profile) == [spec.name for spec in signature.inputs]
-            for spec in signature.inputs:
-                for number, size in enumerate(spec.shape):
-                    assert not isinstance(size, int) or profile[spec.name].smallest[number] == size
-
-
-def test_flags_strip_the_plan_and_set_one_refit() -> None:
-    assert builder_flags("none", FP16) == {
-        "STRIP_PLAN": False, "REFIT_IDENTICAL": False, "REFIT": False, "TF32": True
-    }  # fmt: skip
-    assert builder_flags("identical", FP16) == {
-        "STRIP_PLAN": True, "REFIT_IDENTICAL": True, "REFIT": False, "TF32": True
-    }  # fmt: skip
-    assert builder_flags("any", FP16)["REFIT"] and not builder_flags("any", FP16)["REFIT_IDENTICAL"]
-    assert not builder_flags("identical", FP32)["TF32"]
 
 
 def test_target_depends_on_compatibility() -> None:
@@ -136,16 +103,6 @@ def test_parses_options() -> None:
 def test_target_needs_tensorrt() -> None:
     with pytest.raises(TensorRTUnavailable, match="is not installed here"):
         plan_targets(H200, [], PlanOptions())
-
-
-def test_target_has_tensorrts_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensorrt_options, "require", lambda *_: "11.4.0.106")
-    for options, key in (
-        (PlanOptions(), "cuda-h200-sm90-trt11.4"),
-        (PlanOptions(compatibility="ampere_plus"), "cuda-ampere_plus-trt11.4"),
-    ):
-        [target] = plan_targets(H200, [], options)
-        assert target.key == key
 
 
 def network(precision: Precision = FP16, **architecture: Any) -> Network:
@@ -200,11 +157,10 @@ def test_key_depends_on_everything_that_decides_a_plan() -> None:
     assert len({profile_key(key(), 0, target) for target in (None, gpu, other_gpu)}) == 3
 
 
-@pytest.mark.parametrize(("refit", "depends"), [("identical", True), ("none", True), ("any", False)])
-def test_key_depends_on_the_weights_that_a_plan_is_bound_to(refit: Refit, depends: bool) -> None:
-    options = PlanOptions(refit=refit)
-    one, other = (key(options=options, weights=weights(digit)) for digit in "ab")
-    assert (one != other) == depends
+def test_key_depends_on_the_weights_that_a_plan_is_bound_to() -> None:
+    for refit, depends in (("identical", True), ("none", True), ("any", False)):
+        options = PlanOptions(refit=refit)  # type: ignore[arg-type]
+        assert (key(options=options, weights=weights("a")) != key(options=options, weights=weights("b"))) == depends
 
 
 def test_workspace_is_explicit_or_half_of_free_memory() -> None:
@@ -215,23 +171,18 @@ def test_workspace_is_explicit_or_half_of_free_memory() -> None:
     assert workspace_limit(PlanOptions(workspace=3 * GIB), 5 * GIB, free_gpu=None) == 3 * GIB
 
 
-@pytest.mark.parametrize(
-    ("gpu", "host", "message"),
-    [
-        (10, 64, "takes about 12.0 GiB of GPU memory, and 10.0 GiB are free"),
-        (24, 8, "takes about 15.0 GiB of memory, and 8.0 GiB are free"),
-    ],
-)
-def test_refuses_builds_that_do_not_fit(gpu: int, host: int, message: str) -> None:
-    with pytest.raises(NotEnoughMemory, match="Building unet " + message):
-        check_build_memory("unet", 5 * GIB, 2 * GIB, gpu * GIB, host * GIB)
-    check_build_memory("unet", 5 * GIB, 2 * GIB, 12 * GIB, 15 * GIB)
-
-
-def test_build_without_a_gpu_needs_memory_of_the_host_only() -> None:
-    check_build_memory("unet", 5 * GIB, None, free_gpu=None, free_host=15 * GIB)
-    with pytest.raises(NotEnoughMemory, match="takes about 15.0 GiB of memory, and 14.0 GiB are free"):
-        check_build_memory("unet", 5 * GIB, 2 * GIB, free_gpu=None, free_host=14 * GIB)
+def test_refuses_builds_that_do_not_fit() -> None:
+    """A build without a GPU needs memory of the host only."""
+    weights, workspace = 5 * GIB, 2 * GIB
+    for gpu, host, message in (
+        (10 * GIB, 64 * GIB, "takes about 12.0 GiB of GPU memory, and 10.0 GiB are free"),
+        (24 * GIB, 8 * GIB, "takes about 15.0 GiB of memory, and 8.0 GiB are free"),
+        (None, 14 * GIB, "takes about 15.0 GiB of memory, and 14.0 GiB are free"),
+    ):
+        with pytest.raises(NotEnoughMemory, match="Building unet " + message):
+            check_build_memory("unet", weights, workspace, gpu, host)
+    check_build_memory("unet", weights, workspace, 12 * GIB, 15 * GIB)
+    check_build_memory("unet", weights, None, None, 15 * GIB)
 
 
 def test_lists_unsupported_nodes_by_frequency() -> None:
@@ -266,16 +217,6 @@ def test_reports_each_start_and_then_one_line_a_second() -> None:
         "building: Serializing 0%",
         "building: Building Engine 100%",
     ]
-
-
-def test_reports_no_line_twice() -> None:
-    lines: list[str] = []
-    seconds = count(step=2.0)
-    progress = PhaseProgress(lines.append, lambda: next(seconds))
-    progress.start("Tactics", None, 1000)
-    for step in range(20):
-        progress.step("Tactics", step)
-    assert lines == ["building: Tactics 0%", "building: Tactics 1%", "building: Tactics 2%"]
 
 
 def test_reports_the_two_outer_levels_of_phases() -> None:

@@ -1,4 +1,4 @@
-"""Real plans of TensorRT-RTX for data/tiny-sdxl with its refiner, built without a GPU: build, publish, check, refuse.
+"""Real plans of TensorRT-RTX, built without a GPU: build, publish, check, refuse.
 
 No test deserializes a plan: without a GPU the library would end the process.
 """
@@ -16,14 +16,14 @@ from safetensors.torch import load, save_file
 from typer.testing import CliRunner
 
 from engine_builder.backends.aot_inductor.compile import dynamic_bucket, static_bucket
-from engine_builder.backends.onnx.export import write_model
-from engine_builder.backends.onnx.graph_store import load_or_export_graph
+from engine_builder.backends.onnx.export import export_graph, write_model
 from engine_builder.backends.tensorrt.build import build_plan
 from engine_builder.backends.tensorrt.options import PlanOptions
 from engine_builder.backends.tensorrt.plan_settings import Profile, ShapeRange, optimization_profiles
 from engine_builder.building.build_plan import SizesRefused
+from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.commands.main import app
-from engine_builder.networks.network import Network
+from engine_builder.networks.network import Network, load_network
 from engine_builder.releases.publish import publish
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.cold_start import ColdStart
@@ -42,7 +42,8 @@ from tests.support.fake_tensorrt import RTX_VERSION, Fake
 from tests.support.repository import MODEL_FOLDER, REPOSITORY
 from tests.support.tensorrt_rtx import capabilities_of
 
-COMPONENTS = BASE_COMPONENTS + REFINER_COMPONENTS
+SMALLEST = "unet_text"
+OTHERS = [name for name in BASE_COMPONENTS + REFINER_COMPONENTS if name != SMALLEST]
 OPTIONS = PlanOptions(refit="none", runtime="tensorrt-rtx")
 CAPABILITIES = ["sm80", "sm86", "sm89"]
 TARGETS = [f"cuda-{capability}-rtx1.7" for capability in CAPABILITIES]
@@ -73,14 +74,19 @@ def dynamic_profile(network: Network) -> Profile:
     return {name: ShapeRange(shapes.smallest, tuned[name].tuned, shapes.largest) for name, shapes in ends.items()}
 
 
-@pytest.mark.parametrize("component", COMPONENTS)
-def test_builds_each_component_for_one_gpu_and_for_three(
-    component: str, tiny_networks: dict[str, Network], tiny_graphs: WritableStore, tmp_path: Path
-) -> None:
-    network = tiny_networks[component]
-    _, graph = load_or_export_graph(network, tiny_graphs)
+@pytest.mark.parametrize(
+    "component",
+    [
+        pytest.param(name, marks=() if name == SMALLEST else pytest.mark.full)
+        for name in BASE_COMPONENTS + REFINER_COMPONENTS
+    ],
+)
+def test_builds_each_component_for_one_gpu_and_for_three(component: str, tmp_path: Path) -> None:
+    checkpoint = Checkpoint(MODEL_FOLDER / "refiner" if component in REFINER_COMPONENTS else MODEL_FOLDER)
+    network = load_network(checkpoint, component, FP16)
     save_file({name: tensor.contiguous() for name, tensor in network.tensors().items()}, tmp_path / "weights")
-    model = write_model(graph, [tmp_path / "weights"], tmp_path / "model" / f"{component}.onnx", link=True)
+    path = tmp_path / "model" / f"{component}.onnx"
+    model = write_model(export_graph(network), [tmp_path / "weights"], path, link=True)
     profile = dynamic_profile(network)
     assert all(shapes.smallest < shapes.tuned < shapes.largest for shapes in profile.values())
     for capabilities in (*([name] for name in CAPABILITIES), CAPABILITIES):
@@ -99,10 +105,11 @@ def run(*arguments: str, status: int = 0) -> str:
     return " ".join(result.output.split())
 
 
-def build_arguments(store: WritableStore) -> list[str]:
+@pytest.fixture(scope="module")
+def arguments(toy_folder: Path) -> list[str]:
+    """The arguments of the build of `built`, without a store."""
     gpus = ["--gpu", "a10g", "--gpu", "A100", "--gpu", "l4"]
-    sizes = ["--size", "256x256@1", "--size", "256x384@2"]
-    return ["build", str(MODEL_FOLDER), "--runtime", "tensorrt-rtx", *gpus, *sizes, "--store", store.url]
+    return ["build", str(toy_folder), "--runtime", "tensorrt-rtx", *gpus, "--size", "64x64@1", "--size", "64x96@2"]
 
 
 @pytest.fixture(scope="module")
@@ -113,14 +120,18 @@ def output() -> list[str]:
 
 @pytest.fixture(scope="module")
 def built(
-    rtx: ModuleType, tiny_graphs: WritableStore, tmp_path_factory: pytest.TempPathFactory, output: list[str]
+    rtx: ModuleType,
+    exported: tuple[WritableStore, Path],
+    arguments: list[str],
+    tmp_path_factory: pytest.TempPathFactory,
+    output: list[str],
 ) -> Built:
-    """data/tiny-sdxl with its refiner, built by `preheat build` for three GPUs in two sizes, and published."""
+    """The toy, built by `preheat build` for three GPUs in two sizes, and published."""
     folder = tmp_path_factory.mktemp("rtx") / "store"
-    store = open_writable_store(shutil.copytree(folder_of(tiny_graphs), folder))
-    output.append(run(*build_arguments(store)))
-    run("publish", "tiny-sdxl", "--store", store.url)
-    return store, store.read_release("tiny-sdxl/1")
+    store = open_writable_store(shutil.copytree(folder_of(exported[0]), folder))
+    output.append(run(*arguments, "--store", store.url))
+    run("publish", "toy-sdxl", "--store", store.url)
+    return store, store.read_release("toy-sdxl/1")
 
 
 def engines_of(manifest: Manifest, component: str) -> list[EngineRecord]:
@@ -128,16 +139,16 @@ def engines_of(manifest: Manifest, component: str) -> list[EngineRecord]:
 
 
 def test_build_lists_its_plans(built: Built, output: list[str]) -> None:
-    assert f"for {', '.join(TARGETS)} in fp16; sizes @ batch: 256x256@1, 256x384@2" in output[0]
+    assert f"for {', '.join(TARGETS)} in fp16; sizes @ batch: 64x64@1, 64x96@2" in output[0]
     assert "unet: building: Building engine 0%" in output[0]
-    # The plans are listed once, not for each target. The refiner's second text encoder is the base's.
+    # The plans are listed once, not for each target.
     assert output[0].count("not run") == len(built[1].engines) // 3
 
 
 def test_one_plan_of_a_component_serves_three_targets(built: Built) -> None:
     store, manifest = built
-    assert manifest.targets == tuple(TARGETS) and set(manifest.components) == set(COMPONENTS)
-    for component in COMPONENTS:
+    assert manifest.targets == tuple(TARGETS) and set(manifest.components) == set(BASE_COMPONENTS)
+    for component in BASE_COMPONENTS:
         engines = engines_of(manifest, component)
         [blob] = {engine.blob for engine in engines}
         assert len({engine.key for engine in engines}) == len(engines)
@@ -148,8 +159,8 @@ def test_one_plan_of_a_component_serves_three_targets(built: Built) -> None:
         assert all(sorted(numbers) == list(range(len(engines) // 3)) for numbers in profiles.values())
     unet_buckets = [engine.bucket for engine in engines_of(manifest, "unet") if engine.target == TARGETS[0]]
     assert {(b.batch.max, b.height.max, b.width.max) for b in unet_buckets if b.height and b.width} == {
-        (1, 256, 256),
-        (2, 384, 256),
+        (1, 64, 64),
+        (2, 96, 64),
     }
 
 
@@ -173,24 +184,24 @@ def test_plans_hold_tensors_of_their_weights(built: Built) -> None:
         assert any(tensor.nbytes > 256 and tensor.numpy().tobytes() in plan for tensor in tensors), record.component
 
 
-def test_building_again_builds_nothing(built: Built) -> None:
+def test_building_again_builds_nothing(built: Built, arguments: list[str]) -> None:
     store, manifest = built
-    again = run(*build_arguments(store))
+    again = run(*arguments, "--store", store.url)
     assert "writing weights" not in again, "the drafts of all targets are current"
     assert again.count("reused") == len(manifest.engines) // 3
-    renamed = run(*build_arguments(store), "--name", "renamed")
+    renamed = run(*arguments, "--store", store.url, "--name", "renamed")
     assert "writing weights" in renamed and "building:" not in renamed and "exporting" not in renamed
-    assert publish(store, "tiny-sdxl") == (manifest, False)
+    assert publish(store, "toy-sdxl") == (manifest, False)
 
 
 def test_verify_accepts_the_release_and_finds_a_damaged_plan(built: Built, tmp_path: Path) -> None:
     store = open_writable_store(shutil.copytree(folder_of(built[0]), tmp_path / "store"))
-    run("verify", "tiny-sdxl/1", "--store", store.url)
+    run("verify", "toy-sdxl/1", "--store", store.url)
     path = folder_of(store) / "blobs" / "sha256" / engines_of(built[1], "unet")[0].blob.sha256
     with path.open("r+b") as file:
         file.seek(1000)
         file.write(b"damaged")
-    assert "damaged" in run("verify", "tiny-sdxl/1", "--store", store.url, status=1)
+    assert "damaged" in run("verify", "toy-sdxl/1", "--store", store.url, status=1)
 
 
 def test_refuses_an_impossible_size_before_it_begins(tmp_path: Path) -> None:
@@ -209,19 +220,19 @@ def write_config(folder: Path, store: WritableStore, gpu: str, packages: bool = 
     if packages:
         config["requirements"] += [f"tensorrt-rtx-cu13-{part}=={RTX_VERSION}" for part in ("libs", "bindings")]
     config["model_metadata"]["preheat"] |= {
-        "store": store.url, "release": "tiny-sdxl/1", "runtime": "tensorrt-rtx", "buckets": []
+        "store": store.url, "release": "toy-sdxl/1", "runtime": "tensorrt-rtx", "buckets": []
     }  # fmt: skip
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
     return path
 
 
-@pytest.mark.parametrize(("gpu", "target"), [("a100", TARGETS[0]), ("a10g", TARGETS[1]), ("l4", TARGETS[2])])
-def test_config_of_each_gpu_is_accepted(gpu: str, target: str, built: Built, tmp_path: Path) -> None:
-    lines = run("check-config", str(write_config(tmp_path, built[0], gpu)))
-    assert f"target {target}" in lines and "sizes 256x256@1, 256x384@2 " in lines
+def test_config_of_each_gpu_is_accepted(built: Built, tmp_path: Path) -> None:
     plans = {engine.blob.sha256: engine.blob.bytes for engine in built[1].engines}
-    assert f"fetches {round(sum(plans.values()) / 2**20)} MiB" in lines, "no weights: the plans hold them"
+    for gpu, target in zip(("a100", "a10g", "l4"), TARGETS, strict=True):
+        lines = run("check-config", str(write_config(tmp_path, built[0], gpu)))
+        assert f"target {target}" in lines and "sizes 64x64@1, 64x96@2 " in lines
+        assert f"fetches {round(sum(plans.values()) / 2**20)} MiB" in lines, "no weights: the plans hold them"
 
 
 def test_config_of_an_h100_is_refused_in_one_sentence(built: Built, tmp_path: Path) -> None:
@@ -242,7 +253,6 @@ def test_selection_of_a_gpu_has_one_target_and_no_weights(built: Built) -> None:
     gpu = Target("cuda", "a10g", "sm86", "torch2.11-cu130")
     selection = select(built[1], list_targets("tensorrt-rtx", [gpu]), [])
     assert selection.target == TARGETS[1] and selection.weight_blobs() == []
-    assert selection.shared == {"refiner_text_encoder_2": "text_encoder_2"}
     assert {engine.target for engines in selection.engines.values() for engine in engines} == {TARGETS[1]}
 
 
@@ -272,16 +282,16 @@ NOT_PLANS: dict[str, Callable[[bytes], bytes]] = {
 @pytest.fixture(scope="module")
 def small_plan(built: Built) -> bytes:
     """The plan of a component."""
-    engine = engines_of(built[1], "refiner_unet_text")[0]
+    engine = engines_of(built[1], SMALLEST)[0]
     return built[0].get(engine.blob.sha256, engine.blob.bytes).read_bytes()
 
 
-@pytest.mark.parametrize("change", NOT_PLANS.values(), ids=NOT_PLANS)
-def test_refuses_a_file_that_is_not_a_plan(
-    change: Callable[[bytes], bytes], small_plan: bytes, rtx: ModuleType
-) -> None:
-    with pytest.raises(PlanError, match="^The unet plan cannot be opened on this machine: malformed engine. Build and"):
-        Plan(rtx, bytearray(change(small_plan)), "unet")
+def test_refuses_a_file_that_is_not_a_plan(small_plan: bytes, rtx: ModuleType) -> None:
+    for name, change in NOT_PLANS.items():
+        with pytest.raises(PlanError) as caught:
+            Plan(rtx, bytearray(change(small_plan)), "unet")
+        message = "The unet plan cannot be opened on this machine: malformed engine. Build and"
+        assert str(caught.value).startswith(message), name
 
 
 @needs_no_driver
@@ -293,7 +303,7 @@ def test_refuses_every_plan_without_a_gpu(end: int | None, small_plan: bytes, rt
 
 def test_stand_in_has_no_call_that_the_library_lacks(rtx: ModuleType) -> None:
     """The engines are tested with a fake, because they need a GPU."""
-    fake = Fake(RTX_VERSION).module
+    fake = Fake(TENSORRT_RTX).module
     for name in ("Runtime", "Refitter", "ICudaEngine", "IExecutionContext", "IRuntimeConfig", "IRuntimeCache"):
         calls = {call for base in getattr(fake, name).__mro__[:-1] for call in vars(base) if not call.startswith("_")}
         assert calls <= set(dir(getattr(rtx, name))), name
@@ -308,13 +318,13 @@ def test_stand_in_has_no_call_that_the_library_lacks(rtx: ModuleType) -> None:
 
 
 @pytest.fixture(scope="module")
-def mixed(built: Built, published: tuple[WritableStore, str], tmp_path_factory: pytest.TempPathFactory) -> Built:
+def mixed(built: Built, toy_store: WritableStore, tmp_path_factory: pytest.TempPathFactory) -> Built:
     """The plans of `built` in fp16 and AOTInductor engines for this CPU in fp32, as one release."""
     folder = tmp_path_factory.mktemp("mixed") / "store"
-    for store in (published[0], built[0]):
+    for store in (toy_store, built[0]):
         shutil.copytree(folder_of(store), folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("releases"))
     opened = open_writable_store(folder)
-    return opened, publish(opened, "tiny-sdxl")[0]
+    return opened, publish(opened, "toy-sdxl")[0]
 
 
 def test_release_has_engines_of_both_runtimes(mixed: Built, target: Target) -> None:
@@ -335,6 +345,6 @@ def test_gpu_serves_the_plans_of_a_release_with_cpu_engines(mixed: Built) -> Non
     gpu = Target("cuda", "a10g", "sm86", "torch2.11-cu130")
     for runtime in ("tensorrt-rtx", "fastest"):
         targets = list_targets(runtime, [gpu])  # type: ignore[arg-type]
-        assert sort_fastest_first(mixed[1], targets, COMPONENTS)[0].key == TARGETS[1]
+        assert sort_fastest_first(mixed[1], targets, BASE_COMPONENTS)[0].key == TARGETS[1]
         selection = select(mixed[1], targets, [])
         assert selection.target == TARGETS[1] and selection.weight_blobs() == []
