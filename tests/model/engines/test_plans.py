@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -230,51 +229,6 @@ def test_loads_plans_that_hold_weights_without_other_weights(
     assert not rtx.calls_of("set_weights", "refit")
 
 
-class RecordingStore(WritableLocalStore):
-    """Records how often each blob is fetched, got or read."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        self.uses: list[tuple[str, str]] = []
-
-    def get(self, digest: str, size: int) -> Path:
-        self.uses.append(("get", digest))
-        return super().get(digest, size)
-
-    def read(self, digest: str, into: memoryview) -> None:
-        self.uses.append(("read", digest))
-        super().read(digest, into)
-
-    def fetch(self, blobs: Iterable[Blob]) -> None:
-        blobs = list(blobs)
-        self.uses += [("fetch", blob.sha256) for blob in blobs]
-        super().fetch(blobs)
-
-
-@pytest.mark.usefixtures("rtx")
-def test_uses_a_plan_that_holds_weights_once(store: WritableLocalStore, holder_release: Manifest) -> None:
-    """Each use of a blob in a bucket may hash it, and such a plan has gigabytes."""
-    holders = {engine.blob.sha256 for engine in holder_release.engines}
-    store.write_release(holder_release)
-    recording = RecordingStore(store.root)
-    load_release(recording, holder_release.name, [CPU_TARGET], [], ColdStart())
-    assert sorted(use for use in recording.uses if use[1] in holders) == sorted(("read", plan) for plan in holders)
-    others = {blob.sha256 for blob in select(holder_release, [CPU_TARGET], []).blobs()} - holders
-    assert {digest for use, digest in recording.uses if use == "fetch"} == others
-
-
-def test_streams_the_weights_of_the_other_engines(holder_release: Manifest, plan_release: Manifest) -> None:
-    """A release may mix plans that hold weights with engines that do not."""
-    engines = tuple(
-        engine if engine.component == "unet" else holder
-        for engine, holder in zip(plan_release.engines, holder_release.engines, strict=True)
-    )
-    mixed = plan_release.model_copy(update={"engines": engines})
-    [unet] = [record for record in mixed.weights if record.component == "unet"]
-    versions = {"tensorrt": VERSION, "tensorrt-rtx": RTX_VERSION}
-    assert select(mixed, [CPU_TARGET], [], versions).streamed_weights() == [unet]
-
-
 @pytest.fixture
 def caches(tmp_path: Path) -> RuntimeCacheFolder:
     return RuntimeCacheFolder(tmp_path / "caches", "sm86")
@@ -306,14 +260,6 @@ def test_keeps_compiled_kernels_for_the_next_start(
     rtx.refuse = {"load_cache"}
     start(store, holder_release, caches)
     assert kept_kernels(holder_release, caches) == {b"+more"}
-
-
-def test_tensorrt_keeps_no_kernels(
-    store: WritableLocalStore, plan_release: Manifest, caches: RuntimeCacheFolder, tmp_path: Path
-) -> None:
-    store.write_release(plan_release)
-    start(store, plan_release, caches)
-    assert not (tmp_path / "caches").exists()
 
 
 def test_refuses_weights_that_a_plan_was_not_built_with(

@@ -2,6 +2,7 @@
 
 import shutil
 import zipfile
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,11 @@ def kernel_lines(package: Path) -> list[str]:
     return [line for line in lines if line and not line.startswith("//")]
 
 
-def open_engine(published: Published, network: Network) -> AotInductorEngine:
+def open_engine(
+    published: Published, network: Network, weights: dict[str, torch.Tensor] | None = None
+) -> AotInductorEngine:
     record, package, constants = read_engine(published, network.component)
-    tensors = network.tensors()
+    tensors = network.tensors() if weights is None else weights
     return AotInductorEngine(
         network.component,
         package.read_bytes(),
@@ -108,55 +111,36 @@ def test_engine_computes_with_the_mapped_weights(component: str, published: Publ
         assert (one - other).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize(
-    "component, tensor",
-    [("unet", "conv_out.bias"), ("unet", "conv_in.bias"), ("unet_time", "time_embedding.linear_1.bias")],
-)
-def test_engine_reads_every_bias(component: str, tensor: str, published: Published) -> None:
-    network = load_network(Checkpoint(MODEL_FOLDER), component, FP32)
-    inputs = example_inputs(network.signature, 1, 64, 64, "cpu")
-    [before] = [out.clone() for out in open_engine(published, network).run(inputs).values()]
-    network.tensors()[tensor].add_(1.0)
-    [after] = open_engine(published, network).run(inputs).values()
-    assert (after - before).abs().max() > 1e-3
+def test_engine_reads_every_bias(published: Published) -> None:
+    for component, tensor in (("unet", "conv_out.bias"), ("unet_time", "time_embedding.linear_1.bias")):
+        network = load_network(Checkpoint(MODEL_FOLDER), component, FP32)
+        inputs = example_inputs(network.signature, 1, 64, 64, "cpu")
+        [before] = [out.clone() for out in open_engine(published, network).run(inputs).values()]
+        network.tensors()[tensor].add_(1.0)
+        [after] = open_engine(published, network).run(inputs).values()
+        assert (after - before).abs().max() > 1e-3
 
 
 def test_refuses_weights_that_do_not_fit(published: Published) -> None:
-    record, package, constants = read_engine(published, "unet")
-    tensors = load_network(Checkpoint(MODEL_FOLDER), "unet", FP32).tensors()
-
+    network = load_network(Checkpoint(MODEL_FOLDER), "unet", FP32)
+    tensors = network.tensors()
     del tensors["conv_out.bias"]
-    for weights in (
-        tensors,
-        tensors | {"conv_out.bias": torch.zeros(5)},
-        tensors | {"conv_out.bias": torch.zeros(4, dtype=torch.float16)},
-    ):
+    for more in ({}, {"conv_out.bias": torch.zeros(5)}, {"conv_out.bias": torch.zeros(4, dtype=torch.float16)}):
         with pytest.raises(EngineError, match=r"conv_out\.bias"):
-            AotInductorEngine(
-                "unet",
-                package.read_bytes(),
-                record.signature,
-                record.bucket,
-                constants,
-                weights,
-                torch.device("cpu"),
-            )
+            open_engine(published, network, tensors | more)
 
 
-@pytest.mark.parametrize("batch, height, width", [(1, 64, 64), (5, 96, 128), (16, 64, 96)])
-def test_one_engine_serves_every_size(batch: int, height: int, width: int, published: Published) -> None:
+def test_one_engine_serves_every_size(published: Published) -> None:
     network = load_network(Checkpoint(MODEL_FOLDER), "unet", FP32)
-    inputs = example_inputs(network.signature, batch, height, width, "cpu")
-    with torch.inference_mode():
-        expected = network.module(*(inputs[spec.name] for spec in network.signature.inputs))[0]
-    torch.testing.assert_close(open_engine(published, network).run(inputs)["noise"], expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("batch, height, width", [(17, 64, 64), (1, 32, 64), (1, 64, 80), (1, 64, 1056)])
-def test_refuses_sizes_outside_the_bucket(batch: int, height: int, width: int, published: Published) -> None:
-    network = load_network(Checkpoint(MODEL_FOLDER), "unet", FP32)
-    with pytest.raises(EngineError, match="no bucket for"):
-        open_engine(published, network).run(example_inputs(network.signature, batch, height, width, "cpu"))
+    engine = open_engine(published, network)
+    for size in ((1, 64, 64), (5, 96, 128), (16, 64, 96)):
+        inputs = example_inputs(network.signature, *size, "cpu")
+        with torch.inference_mode():
+            expected = network.module(*(inputs[spec.name] for spec in network.signature.inputs))[0]
+        torch.testing.assert_close(engine.run(inputs)["noise"], expected, rtol=1e-4, atol=1e-4)
+    for size in ((17, 64, 64), (1, 32, 64), (1, 64, 80), (1, 64, 1056)):
+        with pytest.raises(EngineError, match="no bucket for"):
+            engine.run(example_inputs(network.signature, *size, "cpu"))
 
 
 def test_code_is_independent_of_the_builders_threads(published: Published, tmp_path: Path) -> None:
@@ -214,8 +198,6 @@ def test_allocates_descriptors_for_every_program(monkeypatch: pytest.MonkeyPatch
 def test_every_int_array_is_declared_in_the_code_that_uses_it(
     as_in_2_11: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from itertools import count
-
     from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 
     generator: Any = CppWrapperCpu.__new__(CppWrapperCpu)
@@ -232,17 +214,14 @@ def test_every_int_array_is_declared_in_the_code_that_uses_it(
         monkeypatch.setattr(CppWrapperCpu, "codegen_int_array_var", codegen_by_function)
     original = CppWrapperCpu.codegen_int_array_var
 
-    def is_declared(by_closure: bool) -> bool:
+    def is_declared() -> bool:
         """Write the same array to a list of lines, by a function that is deleted afterwards."""
         lines: list[str] = []
-        if by_closure:
-            name = generator.codegen_int_array_var("{64L}", lambda line: lines.append(line))
-        else:
-            name = generator.codegen_int_array_var("{64L}", lines.append)
+        name = generator.codegen_int_array_var("{64L}", lambda line: lines.append(line))
         return any(name in line for line in lines)
 
     with inductor_fixes.declared_int_arrays():
-        assert all(is_declared(by_closure) for _ in range(100) for by_closure in (True, False))
+        assert all(is_declared() for _ in range(100))
         lines: list[str] = []
         names_of_one = {generator.codegen_int_array_var("{64L}", lines.append) for _ in range(100)}
         assert len(names_of_one) == len(lines) == 1  # declared once for all its uses

@@ -11,7 +11,6 @@ import torch
 from engine_builder.backends.aot_inductor.compile import dynamic_bucket, static_bucket
 from engine_builder.backends.tensorrt.options import (
     COMPATIBILITY,
-    REFIT,
     InvalidOption,
     PlanOptions,
     parse_options,
@@ -32,7 +31,7 @@ from engine_builder.backends.tensorrt.progress import PhaseProgress
 from engine_builder.networks.network import Network
 from engine_builder.releases.gc import named_blobs
 from engine_builder.stores.local import WritableLocalStore
-from model.engines.tensorrt.libraries import TENSORRT, TensorRTUnavailable, installed_version
+from model.engines.tensorrt.libraries import TENSORRT, TENSORRT_RTX, TensorRTUnavailable, installed_version
 from model.loading.runtimes import make_tensorrt_target, runnable_plan_targets
 from model.loading.target import Target
 from model.store.manifest import Benchmark, Blob, Signature, TensorSpec, WeightsRecord
@@ -52,19 +51,11 @@ UNET = Signature(
 # -- settings ----------------------------------------------------------------------------------------------------
 
 
-def test_profile_of_static_bucket_has_one_shape() -> None:
-    [one, other] = optimization_profiles(UNET, [static_bucket(2, 1024, 768), static_bucket(8, 512, 512)])
-    assert one == {
-        "sample": ShapeRange((2, 4, 128, 96), (2, 4, 128, 96), (2, 4, 128, 96)),
-        "time_ids": ShapeRange((2, 6), (2, 6), (2, 6)),
-    }
-    assert other["sample"].tuned == (8, 4, 64, 64) and other["time_ids"].tuned == (8, 6)
-
-
-def test_profile_of_dynamic_bucket_has_its_range() -> None:
-    [profile] = optimization_profiles(UNET, [dynamic_bucket(32, max_batch=16, max_side=1024)])
-    assert profile["sample"] == ShapeRange((1, 4, 8, 8), (16, 4, 128, 128), (16, 4, 128, 128))
-    assert profile["time_ids"] == ShapeRange((1, 6), (16, 6), (16, 6))
+def test_profiles_are_the_shapes_of_buckets() -> None:
+    one, other = optimization_profiles(UNET, [static_bucket(2, 1024, 768), dynamic_bucket(32, 16, 1024)])
+    assert one == {"sample": ShapeRange(*[(2, 4, 128, 96)] * 3), "time_ids": ShapeRange(*[(2, 6)] * 3)}
+    assert other["sample"] == ShapeRange((1, 4, 8, 8), (16, 4, 128, 128), (16, 4, 128, 128))
+    assert other["time_ids"] == ShapeRange((1, 6), (16, 6), (16, 6))
 
 
 def test_target_depends_on_compatibility() -> None:
@@ -80,21 +71,19 @@ def test_target_depends_on_compatibility() -> None:
 
 
 def test_parses_options() -> None:
-    assert parse_options(TENSORRT, None, "none", None, 3) == PlanOptions()
-    assert parse_options(TENSORRT, "identical", "none", None, 3) == PlanOptions()
-    assert parse_options(TENSORRT, "none", "none", None, 3) == PlanOptions("none")
-    assert parse_options(TENSORRT, "any", "ampere_plus", 1.5, 5) == PlanOptions("any", "ampere_plus", 3 * 2**29, 5)
-    for arguments, message in (
-        (
-            ("same", "none", None, 3),
-            "--refit 'same' is not one .* .identical: takes the weights it was",
-        ),
+    for arguments, parsed in (
+        ((TENSORRT, None, "none", None, 3), PlanOptions()),
+        ((TENSORRT, "any", "ampere_plus", 1.5, 5), PlanOptions("any", "ampere_plus", 3 * 2**29, 5)),
+        ((TENSORRT_RTX, None, "none", None, 3), PlanOptions("none", runtime="tensorrt-rtx")),
+    ):
+        assert parse_options(*arguments) == parsed
+    for refused, message in (
+        (("same", "none", None, 3), "--refit 'same' is not one .* .identical: takes the weights it was"),
         (("any", "hopper", None, 3), "--compatibility 'hopper' is not .* ampere_plus: runs on Ampere"),
         (("any", "none", -1.0, 3), "workspace of -1.0 GiB"),
     ):
         with pytest.raises(InvalidOption, match=message):
-            parse_options(TENSORRT, *arguments)
-    assert set(REFIT) == {"identical", "any", "none"}
+            parse_options(TENSORRT, *refused)
 
 
 @pytest.mark.skipif(
@@ -136,22 +125,20 @@ def key(**changed: Any) -> str:
 
 def test_key_depends_on_everything_that_decides_a_plan() -> None:
     other_gpu, gpu = Target("cuda", "h100", "sm90", "trt11.4"), make_tensorrt_target(H200, "trt11.4", "none")
-    keys = [
-        key(),
-        key(network=network(FP32)),
-        key(network=network(layers=3)),
-        key(targets=[other_gpu]),
-        key(targets=[gpu, other_gpu]),
-        key(version="11.4.1.2"),
-        key(buckets=[static_bucket(2, 1024, 768)]),
-        key(buckets=[static_bucket(2, 1024, 1024), static_bucket(4, 1024, 1024)]),
-        key(options=PlanOptions(refit="any")),
-        key(options=PlanOptions(refit="none")),
-        key(options=PlanOptions(compatibility="ampere_plus")),
-        key(options=PlanOptions(workspace=GIB)),
-        key(options=PlanOptions(level=5)),
-        key(weights=weights("b")),
+    changes: list[dict[str, Any]] = [
+        {"network": network(FP32)},
+        {"network": network(layers=3)},
+        *({"targets": targets} for targets in ([other_gpu], [gpu, other_gpu])),
+        {"version": "11.4.1.2"},
+        *({"buckets": [static_bucket(2, 1024, 1024), static_bucket(*size)]} for size in ((2, 1024, 768), (4, 64, 64))),
+        *({"options": PlanOptions(refit=refit)} for refit in ("any", "none")),
+        *(
+            {"options": PlanOptions(**one)}
+            for one in ({"compatibility": "ampere_plus"}, {"workspace": GIB}, {"level": 5})
+        ),
+        {"weights": weights("b")},
     ]
+    keys = [key(), *(key(**one) for one in changes)]
     assert len(set(keys)) == len(keys) and key() == key()
     assert len({profile_key(key(), number) for number in range(3)} | {key()}) == 4
     assert len({profile_key(key(), 0, target) for target in (None, gpu, other_gpu)}) == 3
