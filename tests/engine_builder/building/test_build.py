@@ -123,9 +123,11 @@ def test_building_again_does_nothing(store_copy: WritableStore, toy_plan: BuildP
     assert list_files(store_copy) == before
 
 
-def test_draft_of_another_network_version_is_not_current(store_copy: WritableStore, toy_plan: BuildPlan) -> None:
+def test_draft_of_another_version_or_plan_is_not_current(store_copy: WritableStore, toy_plan: BuildPlan) -> None:
     """A new NETWORK_VERSION means new engines, even if no library's version changed."""
     current = build(toy_plan, store_copy, stop_build).draft
+    with pytest.raises(BuildStarted):  # the dynamic bucket begins at 64 x 64, the size of the plan
+        build(replace(toy_plan, sizes=(Size(1, 64, 64),)), store_copy, stop_build)
     assert current.builder["form"] == str(NETWORK_VERSION)
     older = current.model_copy(update={"builder": {**current.builder, "form": str(NETWORK_VERSION - 1)}})
     store_copy.write_record("drafts", toy_plan.draft_name(toy_plan.target), older.to_json())
@@ -354,13 +356,6 @@ def test_version_is_the_checkouts_even_if_another_is_installed(
     draft = build(toy_plan, store_copy, stop_build).draft
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     assert draft.builder["preheat"] == project["version"] != "9.9"
-
-
-def test_dynamic_draft_is_not_current_for_a_static_plan(store_copy: WritableStore, toy_plan: BuildPlan) -> None:
-    """The dynamic bucket begins at 64 x 64, the size of the plan."""
-    build(toy_plan, store_copy, stop_build)
-    with pytest.raises(BuildStarted):
-        build(replace(toy_plan, sizes=(Size(1, 64, 64),)), store_copy, stop_build)
 
 
 def test_refuses_impossible_sizes_before_compiling(toy_plan: BuildPlan, store_copy: WritableStore) -> None:

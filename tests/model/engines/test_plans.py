@@ -1,7 +1,6 @@
 """Plans of a release: each is opened once, from verified bytes. Those of one stream share a workspace."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from model.cold_start import ColdStart
 from model.engines.tensorrt.libraries import TENSORRT_RTX
 from model.engines.tensorrt.plans import Plans
 from model.engines.tensorrt.runtime_caches import RuntimeCacheFolder
-from model.errors import CorruptBlob, EngineError, NoEngineForTarget, OutOfDeviceMemory
+from model.errors import CorruptBlob, EngineError, OutOfDeviceMemory
 from model.loading.load import Loaded, load_release
 from model.loading.memory import check_memory, tensorrt_bytes
 from model.loading.select import Selection, select
@@ -270,16 +269,6 @@ def test_refuses_weights_that_a_plan_was_not_built_with(
     with pytest.raises(EngineError, match="The unet plan takes only the weights it was built with"):
         load(store, plan_release.model_copy(update={"weights": swapped}))
     assert not fake.calls
-
-
-def test_refuses_plans_of_another_tensorrt_before_any_read(
-    store: WritableLocalStore, plan_release: Manifest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    install_distribution(monkeypatch, tmp_path, "11.5.0.1")
-    store.write_release(plan_release)
-    shutil.rmtree(store.root / "blobs")
-    with pytest.raises(NoEngineForTarget, match=f"plans of TensorRT {VERSION}, and this machine has 11.5.0.1"):
-        load_release(store, plan_release.name, [CPU_TARGET], [], ColdStart())
 
 
 def test_fetches_the_literals_of_plans(store: WritableLocalStore, plan_release: Manifest) -> None:

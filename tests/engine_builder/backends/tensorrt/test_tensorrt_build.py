@@ -19,7 +19,7 @@ from engine_builder.backends.tensorrt import build as tensorrt_build
 from engine_builder.backends.tensorrt.build import SerializedPlan, build_plan
 from engine_builder.backends.tensorrt.options import PlanOptions
 from engine_builder.backends.tensorrt.plan_settings import Profile, ShapeRange
-from model.engines.tensorrt.libraries import TENSORRT_RTX, TensorRTUnavailable, driver_cuda_version
+from model.engines.tensorrt.libraries import TENSORRT_RTX, TensorRTUnavailable
 from model.store.precision import FP16, FP32, Precision
 from tests.support.fake_tensorrt import Fake, install_fake
 from tests.support.tensorrt_rtx import capabilities_of
@@ -130,17 +130,13 @@ def test_rtx_names_unsupported_nodes_before_it_builds(tmp_path: Path, configs: l
     assert "Plugin not found" in message and "Neg" not in message and not configs
 
 
-@pytest.mark.parametrize("content", [b"not a graph", b"\x08\x0a\x12"], ids=["text", "half"])
-def test_rtx_refuses_a_file_that_is_no_graph(content: bytes, tmp_path: Path, configs: list[Any]) -> None:
-    (tmp_path / "graph.onnx").write_bytes(content)
-    with pytest.raises(CompileError, match="^TensorRT-RTX cannot read unet's ONNX graph: .*Failed to parse the"):
-        build_rtx(tmp_path / "graph.onnx")
-    assert not configs
-
-
-def test_rtx_refuses_a_graph_whose_weights_are_missing(product: Path, configs: list[Any]) -> None:
-    model = onnx.load(product)
-    onnx.save(model, product, save_as_external_data=True, location="weights", size_threshold=0)
+def test_rtx_refuses_a_graph_that_cannot_be_read(product: Path, configs: list[Any]) -> None:
+    other = product.with_name("other.onnx")
+    for content in (b"not a graph", b"\x08\x0a\x12"):
+        other.write_bytes(content)
+        with pytest.raises(CompileError, match="^TensorRT-RTX cannot read unet's ONNX graph: .*Failed to parse the"):
+            build_rtx(other)
+    onnx.save(onnx.load(product), product, save_as_external_data=True, location="weights", size_threshold=0)
     build_rtx(product)
     (product.parent / "weights").unlink()
     with pytest.raises(CompileError, match="^TensorRT-RTX cannot read unet's ONNX graph: Failed to import initializer"):
@@ -148,44 +144,18 @@ def test_rtx_refuses_a_graph_whose_weights_are_missing(product: Path, configs: l
     assert len(configs) == 1
 
 
-def test_rtx_refuses_shapes_that_are_not_in_order(product: Path, configs: list[Any]) -> None:
+def test_failed_build_has_the_librarys_reason(product: Path) -> None:
     with pytest.raises(CompileError, match=r"TensorRT-RTX refused the shapes of unet: x \[8, 4\] to \[1, 4\]\.$"):
         build_rtx(product, profiles=[{"x": ShapeRange((8, 4), (2, 4), (1, 4))}])
-    assert not configs
-
-
-@pytest.mark.parametrize(
-    ("profiles", "reason"),
-    [
+    for profiles, reason in (
         ([{"x": ShapeRange((1, 5), (2, 5), (8, 5))}], "profile has min=5, opt=5, max=5 but tensor has 4"),
-        ([{"z": ShapeRange((1, 4), (2, 4), (8, 4))}], "input tensor x is missing dimensions in profile 0"),
         ([], "no optimization profile has been defined"),
-    ],
-    ids=["other size", "other input", "none"],
-)
-def test_failed_build_has_the_librarys_reason(profiles: Sequence[Profile], reason: str, product: Path) -> None:
-    with pytest.raises(CompileError) as caught:
-        build_rtx(product, profiles=profiles)
-    message = str(caught.value)
-    assert message.startswith("TensorRT-RTX could not build unet (IBuilder::buildSerializedNetwork: ")
-    assert reason in message and message.endswith("). Give other --size, or choose the runtime aot_inductor.")
-
-
-def test_rtx_has_no_fp32_products_for_turing(product: Path) -> None:
-    """So a model in fp32 has no plans for a T4."""
-    with pytest.raises(CompileError, match=r"operation 'second' for Turing \(SM75\): FP32 GEMM is not supported"):
-        build_rtx(product, capabilities=["sm75", "sm86"])
-
-
-@pytest.mark.skipif(
-    driver_cuda_version() is not None,
-    reason="shows the refusal without an NVIDIA driver: run it where there is none",
-)
-def test_rtx_cannot_leave_out_weights_without_a_gpu(product: Path) -> None:
-    """So `parse_options` refuses these options before a build."""
-    for refit in ("identical", "any"):
-        with pytest.raises(CompileError, match=r"could not build unet .*Error Code 1: Myelin"):
-            build_rtx(product, options=PlanOptions(refit=refit, runtime="tensorrt-rtx"))
+    ):
+        with pytest.raises(CompileError) as caught:
+            build_rtx(product, profiles=profiles)
+        message = str(caught.value)
+        assert message.startswith("TensorRT-RTX could not build unet (IBuilder::buildSerializedNetwork: ")
+        assert reason in message and message.endswith("). Give other --size, or choose the runtime aot_inductor.")
 
 
 @pytest.mark.parametrize("at", ["Building engine", "Building engine from subgraph"])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import load, save_file
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from engine_builder.backends.aot_inductor.compile import dynamic_bucket, static_bucket
@@ -20,7 +20,6 @@ from engine_builder.backends.onnx.export import export_graph, write_model
 from engine_builder.backends.tensorrt.build import build_plan
 from engine_builder.backends.tensorrt.options import PlanOptions
 from engine_builder.backends.tensorrt.plan_settings import Profile, ShapeRange, optimization_profiles
-from engine_builder.building.build_plan import SizesRefused
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.commands.main import app
 from engine_builder.networks.network import Network, load_network
@@ -174,16 +173,6 @@ def test_manifest_states_what_is_known_of_plans_that_never_ran(built: Built) -> 
         assert engine.tensorrt.weights == weights[engine.component]
 
 
-def test_plans_hold_tensors_of_their_weights(built: Built) -> None:
-    store, manifest = built
-    for record in manifest.weights:
-        [blob] = {engine.blob for engine in engines_of(manifest, record.component)}
-        plan = store.get(blob.sha256, blob.bytes).read_bytes()
-        tensors = [t for b in record.blobs for t in load(store.get(b.sha256, b.bytes).read_bytes()).values()]
-        # Most are stored in another layout.
-        assert any(tensor.nbytes > 256 and tensor.numpy().tobytes() in plan for tensor in tensors), record.component
-
-
 def test_building_again_builds_nothing(built: Built, arguments: list[str]) -> None:
     store, manifest = built
     again = run(*arguments, "--store", store.url)
@@ -202,13 +191,6 @@ def test_verify_accepts_the_release_and_finds_a_damaged_plan(built: Built, tmp_p
         file.seek(1000)
         file.write(b"damaged")
     assert "damaged" in run("verify", "toy-sdxl/1", "--store", store.url, status=1)
-
-
-def test_refuses_an_impossible_size_before_it_begins(tmp_path: Path) -> None:
-    options = ["--runtime", "tensorrt-rtx", "--gpu", "a10g", "--size", "256x250@1"]
-    result = CliRunner().invoke(app, ["build", str(MODEL_FOLDER), *options, "--store", str(tmp_path / "store")])
-    assert isinstance(result.exception, SizesRefused) and "256x250@1 is not a possible" in str(result.exception)
-    assert not (tmp_path / "store").exists()
 
 
 # -- a deployment -------------------------------------------------------------------------------------------------
@@ -247,13 +229,6 @@ def test_config_of_an_h100_is_refused_in_one_sentence(built: Built, tmp_path: Pa
 def test_config_without_the_library_is_refused(built: Built, tmp_path: Path) -> None:
     lines = run("check-config", str(write_config(tmp_path, built[0], "a10g", packages=False)), status=1)
     assert "chooses the runtime tensorrt-rtx for A10G and pins no TensorRT-RTX." in lines
-
-
-def test_selection_of_a_gpu_has_one_target_and_no_weights(built: Built) -> None:
-    gpu = Target("cuda", "a10g", "sm86", "torch2.11-cu130")
-    selection = select(built[1], list_targets("tensorrt-rtx", [gpu]), [])
-    assert selection.target == TARGETS[1] and selection.weight_blobs() == []
-    assert {engine.target for engines in selection.engines.values() for engine in engines} == {TARGETS[1]}
 
 
 @needs_no_driver
@@ -295,10 +270,10 @@ def test_refuses_a_file_that_is_not_a_plan(small_plan: bytes, rtx: ModuleType) -
 
 
 @needs_no_driver
-@pytest.mark.parametrize("end", [256, None], ids=["cut after its header", "intact"])
-def test_refuses_every_plan_without_a_gpu(end: int | None, small_plan: bytes, rtx: ModuleType) -> None:
-    with pytest.raises(PlanError, match="cannot be opened on this machine: Error reading CUDA GPU properties"):
-        Plan(rtx, bytearray(small_plan[:end]), "unet")
+def test_refuses_every_plan_without_a_gpu(small_plan: bytes, rtx: ModuleType) -> None:
+    for plan in (small_plan, small_plan[:256]):  # cut after its header
+        with pytest.raises(PlanError, match="cannot be opened on this machine: Error reading CUDA GPU properties"):
+            Plan(rtx, bytearray(plan), "unet")
 
 
 def test_stand_in_has_no_call_that_the_library_lacks(rtx: ModuleType) -> None:
@@ -325,14 +300,6 @@ def mixed(built: Built, toy_store: WritableStore, tmp_path_factory: pytest.TempP
         shutil.copytree(folder_of(store), folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("releases"))
     opened = open_writable_store(folder)
     return opened, publish(opened, "toy-sdxl")[0]
-
-
-def test_release_has_engines_of_both_runtimes(mixed: Built, target: Target) -> None:
-    runtimes = {(engine.target, engine.runtime, engine.precision.name) for engine in mixed[1].engines}
-    plans = {(key, "tensorrt-rtx", "fp16") for key in TARGETS}
-    assert runtimes == plans | {(target.key, "aot_inductor", "fp32")}
-    assert all((engine.accuracy is None) == engine.holds_weights for engine in mixed[1].engines)
-    assert {record.precision.name for record in mixed[1].weights} == {"fp16", "fp32"}
 
 
 def test_cpu_serves_a_release_that_also_has_plans(mixed: Built, target: Target) -> None:
