@@ -73,13 +73,7 @@ def dynamic_profile(network: Network) -> Profile:
     return {name: ShapeRange(shapes.smallest, tuned[name].tuned, shapes.largest) for name, shapes in ends.items()}
 
 
-@pytest.mark.parametrize(
-    "component",
-    [
-        pytest.param(name, marks=() if name == SMALLEST else pytest.mark.full)
-        for name in BASE_COMPONENTS + REFINER_COMPONENTS
-    ],
-)
+@pytest.mark.parametrize("component", [SMALLEST, *(pytest.param(name, marks=pytest.mark.full) for name in OTHERS)])
 def test_builds_each_component_for_one_gpu_and_for_three(component: str, tmp_path: Path) -> None:
     checkpoint = Checkpoint(MODEL_FOLDER / "refiner" if component in REFINER_COMPONENTS else MODEL_FOLDER)
     network = load_network(checkpoint, component, FP16)
