@@ -204,11 +204,9 @@ def write_config(folder: Path, store: WritableStore, gpu: str, packages: bool = 
 
 
 def test_config_of_each_gpu_is_accepted(built: Built, tmp_path: Path) -> None:
-    plans = {engine.blob.sha256: engine.blob.bytes for engine in built[1].engines}
     for gpu, target in zip(("a100", "a10g", "l4"), TARGETS, strict=True):
         lines = run("check-config", str(write_config(tmp_path, built[0], gpu)))
         assert f"target {target}" in lines and "sizes 64x64@1, 64x96@2 " in lines
-        assert f"fetches {round(sum(plans.values()) / 2**20)} MiB" in lines, "no weights: the plans hold them"
 
 
 def test_config_of_an_h100_is_refused_in_one_sentence(built: Built, tmp_path: Path) -> None:
