@@ -148,12 +148,12 @@ def test_workspace_waits_for_its_last_use_on_another_stream(fake: Fake, cuda: Fa
     cuda.capturing, cuda.current = False, 8
     run(four, torch.zeros(2, 4))
     assert len(fake.calls_of("wait")) == 1
-    fake.refuse = {"execute"}
+    fake.refuse, cuda.current = {"execute"}, 6
     with pytest.raises(EngineError, match="refused the run"):
         one.run({"x": torch.zeros(1, 4)})
     fake.refuse, cuda.current = set(), 7
     run(four, torch.zeros(2, 4))
-    assert fake.calls_of("wait")[1:] == [("wait", 7, 8)]
+    assert fake.calls_of("wait")[1:] == [("wait", 6, 8), ("wait", 7, 6)]
 
 
 def test_capture_needs_a_shape_that_has_run(fake: Fake, cuda: FakeCuda) -> None:
