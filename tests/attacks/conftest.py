@@ -129,7 +129,6 @@ def valid_release(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return store.root
 
 
-from_folder_and_bucket = pytest.mark.parametrize("attacked", ["folder", "bucket"], indirect=True)
 from_bucket = pytest.mark.parametrize("attacked", ["bucket"], indirect=True)
 
 

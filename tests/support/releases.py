@@ -197,6 +197,14 @@ def write_manifest(root: Path, content: dict[str, Any] | bytes, name: str = RELE
     path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
 
 
+def set_entry(entries: Any, path: str, value: object) -> None:
+    """Set a value in a manifest as JSON, at a path such as engines.0.blob.sha256."""
+    *parents, last = (int(part) if part.isdigit() else part for part in path.split("."))
+    for part in parents:
+        entries = entries[part]
+    entries[last] = value
+
+
 def toy_constants(changes: dict[str, dict[str, Any]] | None = None) -> bytes:
     """Return the map of constants of a `Toy` as JSON. `changes`: the entries to change or add, by name."""
     constants: dict[str, dict[str, Any]] = {

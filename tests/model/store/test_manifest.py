@@ -1,7 +1,7 @@
 """Manifests: valid ones survive writing and reading; others are refused by one line that states the fix."""
 
+import copy
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -53,43 +53,39 @@ def test_ignores_whitespace(manifest: Manifest) -> None:
     assert parse_manifest(spaced, manifest.name) == manifest
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "", "toy", "toy/", "/1", "toy/1/2", "../toy/1", "toy/..", "toy/.", "toy/.1", "toy//1", "/etc/passwd", "toy\\/1",
+def test_refuses_unsafe_release_name() -> None:
+    for name in (
+        "", "toy", "toy/", "/1", "toy/1/2", "../toy/1", "toy/..", "toy/.1", "toy//1", "/etc/passwd", "toy\\/1",
         "toy/1\n", "toy/1\0", "toy/ 1", "tøy/1", "toy/-1", "toy/" + "1" * 129, "~/1", "toy/%2e%2e",
-    ],
-)  # fmt: skip
-def test_refuses_unsafe_release_name(name: str) -> None:
-    with pytest.raises(ManifestError, match="Write model/version"):
-        split_name(name)
+    ):  # fmt: skip
+        with pytest.raises(ManifestError, match="Write model/version"):
+            split_name(name)
 
 
 def test_splits_release_name() -> None:
     assert split_name("sdxl-base-1.0/2026.01_b") == ("sdxl-base-1.0", "2026.01_b")
 
 
-NOT_JSON = {
-    "empty": b"",
-    "truncated": b'{"schema_version": 1, "model": "toy"',
-    "not utf-8": b'{"schema_version": 1, "model": "\xff"}',
-    "utf-16": '{"schema_version": 1}'.encode("utf-16"),
-    "half a surrogate pair": b'{"schema_version": 1, "model": "\\ud800"}',
-    "deeply nested": b'{"schema_version": 1, "defaults": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-    "deeply nested objects": b'{"a":' * 100_000,
-    "a number of 100,000 digits": b'{"schema_version": ' + b"1" * 100_000 + b"}",
-    "NaN": b'{"schema_version": 1, "x": NaN}',
-    "Infinity": b'{"schema_version": 1, "x": -Infinity}',
-    "a comment": b'{"schema_version": 1} // hello',
-    "a list": b"[]",
-    "a string": b'"toy/1"',
-    "two documents": b'{"schema_version": 1}{"schema_version": 1}',
-}
+NOT_JSON = (
+    b"",
+    b'{"schema_version": 1, "model": "toy"',
+    b'{"schema_version": 1, "model": "\xff"}',
+    '{"schema_version": 1}'.encode("utf-16"),
+    b'{"schema_version": 1, "model": "\\ud800"}',
+    b'{"schema_version": 1, "defaults": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    b'{"a":' * 100_000,
+    b'{"schema_version": ' + b"1" * 100_000 + b"}",
+    b'{"schema_version": 1, "x": NaN}',
+    b'{"schema_version": 1} // hello',
+    b"[]",
+    b'"toy/1"',
+    b'{"schema_version": 1}{"schema_version": 1}',
+)
 
 
-@pytest.mark.parametrize("data", NOT_JSON.values(), ids=NOT_JSON)
-def test_refuses_invalid_json(data: bytes) -> None:
-    assert "publish" in refusal(data)
+def test_refuses_invalid_json() -> None:
+    for data in NOT_JSON:
+        assert "publish" in refusal(data), data[:80]
 
 
 def test_refuses_repeated_key(manifest: Manifest) -> None:
@@ -99,10 +95,13 @@ def test_refuses_repeated_key(manifest: Manifest) -> None:
     assert "a key is repeated" in refusal(deep.encode())
 
 
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
-def test_refuses_json_constant_in_free_entry(manifest: Manifest, number: str) -> None:
-    text = manifest.to_json().decode().replace('"num_inference_steps": 4', f'"guidance_scale": {number}')
-    assert f"{number} is not a JSON number" in refusal(text.encode())
+def test_refuses_infinite_numbers(manifest: Manifest) -> None:
+    text = manifest.to_json().decode()
+    for entry in ('"vae_scaling_factor": 0.13025', '"num_inference_steps": 4', '"relative": 0.0'):
+        assert entry in text
+        key = entry.partition(":")[0]
+        for number, words in (("NaN", "is not a JSON number"), ("-1e999", "exceeds the range of a number")):
+            assert f"{number} {words}" in refusal(text.replace(entry, f"{key}: {number}").encode())
 
 
 def test_refuses_large_manifest(manifest: Manifest) -> None:
@@ -111,18 +110,16 @@ def test_refuses_large_manifest(manifest: Manifest) -> None:
     assert str(MANIFEST_LIMIT) in refusal(data + b" " * (MANIFEST_LIMIT + 1 - len(data)))
 
 
-@pytest.mark.parametrize("version", [SCHEMA_VERSION + 1, 99, 10**4000])
-def test_newer_schema_says_to_upgrade(entries: Entries, version: int) -> None:
-    message = refusal(entries | {"schema_version": version, "key_of_the_future": {}})
-    assert f"reads up to {SCHEMA_VERSION}" in message and "Upgrade Preheat" in message and "`preheat build`" in message
+def test_newer_schema_says_to_upgrade(entries: Entries) -> None:
+    for version in (SCHEMA_VERSION + 1, 10**4000):
+        message = refusal(entries | {"schema_version": version, "key_of_the_future": {}})
+        assert f"reads up to {SCHEMA_VERSION}" in message and "Upgrade Preheat" in message
+        assert "`preheat build`" in message
 
 
-@pytest.mark.parametrize("version", [None, "1", 1.0, True, [1], 0, -1])
-def test_refuses_invalid_schema_version(entries: Entries, version: object) -> None:
-    assert "Upgrade" not in refusal(entries | {"schema_version": version})
-
-
-def test_refuses_missing_schema_version(entries: Entries) -> None:
+def test_refuses_invalid_schema_version(entries: Entries) -> None:
+    for version in (None, "1", 1.0, True, [1], 0, -1):
+        assert "Upgrade" not in refusal(entries | {"schema_version": version})
     del entries["schema_version"]
     assert "schema_version" in refusal(entries)
 
@@ -164,74 +161,60 @@ def test_requires_every_key(entries: Entries) -> None:
         assert key in refusal({kept: value for kept, value in entries.items() if kept != key})
 
 
-def set_entry(entries: Entries, path: str, value: object) -> None:
-    """Set a value at a path such as engines.0.target."""
-    node: Any = entries
-    *parents, last = (int(part) if part.isdigit() else part for part in path.split("."))
-    for part in parents:
-        node = node[part]
-    node[last] = value
-
-
-DIGEST = "engines.0.blob.sha256"
-BAD_VALUES = {
-    "digest with a path": (DIGEST, "../../../../etc/passwd" + "0" * 42),
-    "digest in capitals": (DIGEST, "A" * 64),
-    "digest too short": (DIGEST, "0" * 63),
-    "digest with a line break": (DIGEST, "0" * 64 + "\n"),
-    "digest that is null": (DIGEST, None),
-    "size as text": ("engines.0.blob.bytes", "17"),
-    "size as a fraction": ("engines.0.blob.bytes", 17.0),
-    "size that is true": ("engines.0.blob.bytes", True),
-    "size below zero": ("engines.0.blob.bytes", -1),
-    "size of 4,000 digits": ("engines.0.blob.bytes", 10**4000),
-    "size beyond any disk": ("engines.0.blob.bytes", 2**50),
-    "constants too large to read": ("engines.0.constants.bytes", SMALL_BLOB_LIMIT + 1),
-    "tokenizer too large to read": ("tokenizers.tokenizer.blob.bytes", SMALL_BLOB_LIMIT + 1),
-    "weights larger than a blob": ("weights.0.blobs.0.bytes", BLOB_LIMIT + 1),
-    "no blob of weights": ("weights.0.blobs", []),
-    "target with a path": ("engines.0.target", "../cuda"),
-    "unknown runtime": ("engines.0.runtime", "pickle"),
-    "unknown precision": ("weights.0.precision", "fp4"),
-    "component without architecture": ("engines.0.component", "controlnet"),
-    "weights without architecture": ("weights.0.component", "controlnet"),
-    "model with a path": ("model", ".."),
-    "other family": ("family", "sd15"),
-    "engines in an object": ("engines", {}),
-    "engines in a string": ("engines", "abc"),
-    "span backwards": ("engines.0.bucket.rows", {"min": 4, "max": 1, "multiple": 1}),
-    "span out of step": ("engines.0.bucket.rows", {"min": 1, "max": 4, "multiple": 3}),
-    "span from zero": ("engines.0.bucket.rows.min", 0),
-    "span beyond the limit": ("engines.0.bucket.rows.max", 2**31),
-    "bucket without a size": ("engines.0.bucket.width", None),
-    "no inputs": ("engines.0.signature.inputs", []),
-    "no outputs": ("engines.0.signature.outputs", []),
-    "size divided by zero": ("engines.0.signature.inputs.0.shape.2", "height/0"),
-    "unknown symbol": ("engines.0.signature.inputs.0.shape.2", "depth"),
-    "dimension of zero": ("engines.0.signature.inputs.0.shape.1", 0),
-    "first dimension not rows": ("engines.0.signature.inputs.0.shape.0", 4),
-    "no dimension": ("engines.0.signature.inputs.0.shape", []),
-    "unknown dtype": ("engines.0.signature.inputs.0.dtype", "complex64"),
-    "accuracy on no case": ("engines.0.accuracy.cases", 0),
-    "native size of zero": ("settings.native_height", 0),
-    "native size off the VAE's grid": ("settings.native_width", 65),
-    "scale of zero": ("settings.vae_scale_factor", 0),
-    "scaling by zero": ("settings.vae_scaling_factor", 0.0),
-    "boolean as a number": ("settings.force_zeros_for_empty_prompt", 1),
-    "token below zero": ("tokenizers.tokenizer.pad_token_id", -1),
-    "prompt of zero tokens": ("tokenizers.tokenizer.max_length", 0),
-    "unknown tokenizer": ("tokenizers.tokenizer_3", {}),
-    "unknown scheduler": ("schedulers.third", {}),
-    "scheduler that is a list": ("schedulers.base", []),
-    "builder with a number": ("builder.preheat", 1),
+ENGINE, SIGNATURE = "engines.0", "engines.0.signature"
+BAD_VALUES: dict[str, list[object]] = {
+    f"{ENGINE}.blob.sha256": ["../../../../etc/passwd" + "0" * 42, "A" * 64, "0" * 63, "0" * 64 + "\n", None],
+    f"{ENGINE}.blob.bytes": ["17", 17.0, True, -1, 10**4000, 2**50],
+    f"{ENGINE}.constants.bytes": [SMALL_BLOB_LIMIT + 1],
+    "tokenizers.tokenizer.blob.bytes": [SMALL_BLOB_LIMIT + 1],
+    "weights.0.blobs.0.bytes": [BLOB_LIMIT + 1],
+    "weights.0.blobs": [[]],
+    f"{ENGINE}.target": ["../cuda"],
+    f"{ENGINE}.runtime": ["pickle"],
+    "weights.0.precision": ["fp4"],
+    f"{ENGINE}.component": ["controlnet"],  # without an architecture
+    "weights.0.component": ["controlnet"],
+    "model": [".."],
+    "family": ["sd15"],
+    "engines": [{}, "abc"],
+    f"{ENGINE}.bucket.rows": [{"min": 4, "max": 1, "multiple": 1}, {"min": 1, "max": 4, "multiple": 3}],
+    f"{ENGINE}.bucket.rows.min": [0],
+    f"{ENGINE}.bucket.rows.max": [2**31],
+    f"{ENGINE}.bucket.width": [None],
+    f"{SIGNATURE}.inputs": [[]],
+    f"{SIGNATURE}.outputs": [[]],
+    f"{SIGNATURE}.inputs.0.shape": [[]],
+    f"{SIGNATURE}.inputs.0.shape.0": [4],  # not rows
+    f"{SIGNATURE}.inputs.0.shape.1": [0],
+    f"{SIGNATURE}.inputs.0.shape.2": ["height/0", "depth"],
+    f"{SIGNATURE}.inputs.0.dtype": ["complex64"],
+    f"{ENGINE}.accuracy.cases": [0],
+    "settings.native_height": [0],
+    "settings.native_width": [65],
+    "settings.vae_scale_factor": [0],
+    "settings.vae_scaling_factor": [0.0],
+    "settings.force_zeros_for_empty_prompt": [1],
+    "tokenizers.tokenizer.pad_token_id": [-1],
+    "tokenizers.tokenizer.max_length": [0],
+    "tokenizers.tokenizer_3": [{}],
+    "schedulers.third": [{}],
+    "schedulers.base": [[]],
+    "builder.preheat": [1],
 }
 
 
-@pytest.mark.parametrize(("path", "value"), BAD_VALUES.values(), ids=BAD_VALUES)
-def test_refuses_bad_value(entries: Entries, path: str, value: object) -> None:
-    set_entry(entries, path, value)
-    message = refusal(entries)
-    assert "damaged at" in message and "`preheat publish`" in message
+def refuse_each(entries: Entries, values: dict[str, list[object]], words: str) -> None:
+    """Set each value at its path in a copy of the manifest, which must be refused."""
+    for path, refused in values.items():
+        for value in refused:
+            changed = copy.deepcopy(entries)
+            releases.set_entry(changed, path, value)
+            message = refusal(changed)
+            assert words in message and "`preheat publish`" in message, (path, str(value)[:80], message)
+
+
+def test_refuses_bad_values(entries: Entries) -> None:
+    refuse_each(entries, BAD_VALUES, "damaged at")
 
 
 def preview(channels: int = 4, units: int = 2) -> Entries:
@@ -257,68 +240,48 @@ def test_map_for_previews_is_an_optional_section(manifest: Manifest, entries: En
     assert b"preview" in parse_manifest(changed.to_json(), changed.name).signed_bytes()
 
 
-BAD_PREVIEWS: dict[str, tuple[str, object]] = {
-    "newer version": ("version", 2),
-    "no version": ("version", None),
-    "error beyond the range": ("error", 1.5),
-    "one layer": ("layers", preview()["layers"][:1]),
-    "three layers": ("layers", preview()["layers"] * 2),
-    "no unit": ("layers.0.weight", []),
-    "too many units": ("layers", preview(units=33)["layers"]),
-    "other channels": ("layers", preview(channels=5)["layers"]),
-    "too many channels": ("layers", preview(channels=33)["layers"]),
-    "row too short": ("layers.0.weight.1", [0.25] * 35),
-    "row of another layer": ("layers.1.weight.2", [1.0] * 3),
-    "a missing color": ("layers.1.weight", [[-1.0] * 2] * 2),
-    "a missing bias": ("layers.0.bias", [1.0]),
-    "coefficient too large": ("layers.0.weight.0.0", 1.1e6),
-    "coefficient as text": ("layers.0.weight.0.0", "1"),
-    "coefficient that is true": ("layers.0.weight.0.0", True),
-    "coefficient that is null": ("layers.1.bias.0", None),
-    "unknown key": ("layers.0.pickle", "x"),
-}
+BAD_PREVIEWS: dict[str, list[object]] = {
+    "version": [2, None],
+    "error": [1.5],
+    "layers": [
+        preview()["layers"][:1], preview()["layers"] * 2, preview(units=33)["layers"], preview(channels=5)["layers"],
+        preview(channels=33)["layers"],
+    ],
+    "layers.0.weight": [[]],
+    "layers.0.weight.1": [[0.25] * 35],
+    "layers.1.weight.2": [[1.0] * 3],
+    "layers.1.weight": [[[-1.0] * 2] * 2],
+    "layers.0.bias": [[1.0]],
+    "layers.0.weight.0.0": [1.1e6, "1", True],
+    "layers.1.bias.0": [None],
+    "layers.0.pickle": ["x"],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("path", "value"), BAD_PREVIEWS.values(), ids=BAD_PREVIEWS)
-def test_refuses_a_bad_map_for_previews(entries: Entries, path: str, value: object) -> None:
+def test_refuses_a_bad_map_for_previews(entries: Entries) -> None:
     entries["settings"]["preview"] = preview()
+    entries = json.loads(json.dumps(entries))  # without shared lists
     assert parse_manifest(json.dumps(entries).encode(), releases.RELEASE_NAME).settings.preview is not None
-    entries["settings"]["preview"] = json.loads(json.dumps(preview()))  # without shared lists
-    set_entry(entries, f"settings.preview.{path}", value)
-    assert "damaged at settings" in refusal(entries)
+    refuse_each(entries, {f"settings.preview.{path}": bad for path, bad in BAD_PREVIEWS.items()}, "damaged at settings")
 
 
 GOOD_EMBEDDINGS = {"<cat>": [5, 4], "EasyNegative": [*range(6)], "\u732b": [2**31 - 1]}
-BAD_EMBEDDINGS: dict[str, object] = {
-    "row below zero": {"<x>": [-1]},
-    "row beyond 32 bits": {"<x>": [2**31]},
-    "row with a fraction": {"<x>": [1.5]},
-    "row as a float": {"<x>": [1.0]},
-    "row that is true": {"<x>": [True]},
-    "row as text": {"<x>": ["1"]},
-    "row that is null": {"<x>": [None]},
-    "rows that are a number": {"<x>": 1},
-    "rows that are null": {"<x>": None},
-    "no row": {"<x>": []},
-    "more rows than a chunk has tokens": {"<x>": [1] * 7},
-    "no token": {},
-    "a list": [["<x>", [1]]],
-    "too many tokens": {f"<{number}>": [1] for number in range(4097)},
-    "token without a character": {"": [1]},
-    "token with a space": {"a b": [1]},
-    "token with a line end": {"a\n": [1]},
-    "token with a control character": {"a\x1b[31m": [1]},
-    "token that ends a text": {"a\0": [1]},
-    "token too long": {"x" * 65: [1]},
-}
-UNEQUAL_EMBEDDINGS: dict[str, tuple[object, object]] = {
-    "one tokenizer without": (GOOD_EMBEDDINGS, None),
-    "the other without": (None, GOOD_EMBEDDINGS),
-    "a token fewer": (GOOD_EMBEDDINGS, {"<cat>": [5, 4]}),
-    "another token": ({"<x>": [1]}, {"<y>": [1]}),
-    "another case": ({"<x>": [1]}, {"<X>": [1]}),
-    "a row fewer": ({"<x>": [1, 2]}, {"<x>": [1]}),
-}
+BAD_EMBEDDINGS: tuple[object, ...] = (
+    *({"<x>": [row]} for row in (-1, 2**31, 1.5, 1.0, True, "1", None)),
+    *({"<x>": rows} for rows in (1, None, [], [1] * 7)),  # 7: more rows than a chunk has tokens
+    {},
+    [["<x>", [1]]],
+    {f"<{number}>": [1] for number in range(4097)},
+    *({token: [1]} for token in ("", "a b", "a\n", "a\x1b[31m", "a\0", "x" * 65)),
+)
+UNEQUAL_EMBEDDINGS: tuple[tuple[object, object], ...] = (
+    (GOOD_EMBEDDINGS, None),
+    (None, GOOD_EMBEDDINGS),
+    (GOOD_EMBEDDINGS, {"<cat>": [5, 4]}),
+    ({"<x>": [1]}, {"<y>": [1]}),
+    ({"<x>": [1]}, {"<X>": [1]}),
+    ({"<x>": [1, 2]}, {"<x>": [1]}),
+)
 
 
 def set_embeddings(entries: Entries, first: object, second: object) -> None:
@@ -328,10 +291,10 @@ def set_embeddings(entries: Entries, first: object, second: object) -> None:
             entries["tokenizers"][name]["embeddings"] = embeddings
 
 
-@pytest.mark.parametrize("embeddings", BAD_EMBEDDINGS.values(), ids=BAD_EMBEDDINGS)
-def test_refuses_bad_embeddings(entries: Entries, embeddings: object) -> None:
-    set_embeddings(entries, embeddings, embeddings)
-    assert "damaged at tokenizers.tokenizer" in refusal(entries)
+def test_refuses_bad_embeddings(entries: Entries) -> None:
+    for embeddings in BAD_EMBEDDINGS:
+        set_embeddings(entries, embeddings, embeddings)
+        assert "damaged at tokenizers.tokenizer" in refusal(entries), str(embeddings)[:80]
 
 
 def test_an_embedding_has_at_most_75_vectors(entries: Entries) -> None:
@@ -343,11 +306,11 @@ def test_an_embedding_has_at_most_75_vectors(entries: Entries) -> None:
     assert "more vectors than a chunk has tokens, 75" in refusal(entries)
 
 
-@pytest.mark.parametrize(("first", "second"), UNEQUAL_EMBEDDINGS.values(), ids=UNEQUAL_EMBEDDINGS)
-def test_refuses_unequal_embeddings(entries: Entries, first: object, second: object) -> None:
+def test_refuses_unequal_embeddings(entries: Entries) -> None:
     """The text encoders would read chunks of different texts."""
-    set_embeddings(entries, first, second)
-    assert "the tokenizers have different embeddings" in refusal(entries)
+    for first, second in UNEQUAL_EMBEDDINGS:
+        set_embeddings(entries, first, second)
+        assert "the tokenizers have different embeddings" in refusal(entries), (first, second)
 
 
 def test_embeddings_are_written_as_they_were_read(entries: Entries) -> None:
@@ -361,55 +324,36 @@ def test_embeddings_are_written_as_they_were_read(entries: Entries) -> None:
     assert found is not None and {token: [*rows] for token, rows in found.items()} == other
 
 
-def test_refuses_number_beyond_float_range(manifest: Manifest) -> None:
-    text = manifest.to_json().decode()
-    for entry, other in (("vae_scaling_factor", "0.13025"), ("num_inference_steps", "4")):
-        assert f'"{entry}": {other}' in text
-        message = refusal(text.replace(f'"{entry}": {other}', f'"{entry}": -1e999').encode())
-        assert "-1e999 exceeds the range of a number" in message
+def contradict(entries: Entries, kind: str) -> None:
+    engine, weights = entries["engines"][0], entries["weights"]
+    inputs = engine["signature"]["inputs"]
+    match kind:
+        case "engine text_encoder":
+            entries["engines"].append(engine)
+        case "weights text_encoder":
+            weights.append(weights[0])
+        case "a blob is listed twice":
+            weights[0]["blobs"].append(weights[0]["blobs"][0])
+        case "has two sizes":
+            entries["engines"][1]["blob"] = engine["blob"] | {"bytes": 1}
+        case "networks of a refiner":
+            entries["architectures"]["refiner_unet"] = entries["architectures"]["unet"]
+        case "two tensors have the same name":
+            inputs.append(inputs[0])
+        case "a size that no input has":
+            inputs[0]["shape"] = ["rows", 4, "height/8", 8]
 
 
-def repeat_first(section: str) -> Callable[[Entries], None]:
-    return lambda entries: entries[section].append(entries[section][0])
-
-
-def repeat_a_blob(entries: Entries) -> None:
-    blobs = entries["weights"][0]["blobs"]
-    blobs.append(blobs[0])
-
-
-def change_size_of_a_blob(entries: Entries) -> None:
-    entries["engines"][1]["blob"] = entries["engines"][0]["blob"] | {"bytes": 1}
-
-
-def add_refiner_network_without_settings(entries: Entries) -> None:
-    entries["architectures"]["refiner_unet"] = entries["architectures"]["unet"]
-
-
-def repeat_an_input(entries: Entries) -> None:
-    inputs = entries["engines"][0]["signature"]["inputs"]
-    inputs.append(inputs[0])
-
-
-def remove_the_size_of_an_output(entries: Entries) -> None:
-    entries["engines"][0]["signature"]["inputs"][0]["shape"] = ["rows", 4, "height/8", 8]
-
-
-CONTRADICTIONS: dict[str, Callable[[Entries], None]] = {
-    "engine unet|engine text_encoder": repeat_first("engines"),
-    "weights text_encoder": repeat_first("weights"),
-    "a blob is listed twice": repeat_a_blob,
-    "has two sizes": change_size_of_a_blob,
-    "networks of a refiner": add_refiner_network_without_settings,
-    "two tensors have the same name": repeat_an_input,
-    "a size that no input has": remove_the_size_of_an_output,
-}
-
-
-@pytest.mark.parametrize(("words", "contradict"), CONTRADICTIONS.items(), ids=CONTRADICTIONS)
-def test_refuses_contradiction(entries: Entries, words: str, contradict: Callable[[Entries], None]) -> None:
-    contradict(entries)
-    assert any(word in refusal(entries) for word in words.split("|"))
+@pytest.mark.parametrize(
+    "words",
+    [
+        "engine text_encoder", "weights text_encoder", "a blob is listed twice", "has two sizes",
+        "networks of a refiner", "two tensors have the same name", "a size that no input has",
+    ],
+)  # fmt: skip
+def test_refuses_contradiction(entries: Entries, words: str) -> None:
+    contradict(entries, words)
+    assert words in refusal(entries)
 
 
 def test_unknown_key_forges_no_log_line(entries: Entries) -> None:
@@ -425,28 +369,19 @@ def test_span_and_bucket_hold_their_sizes() -> None:
     assert Bucket(batch=Span(min=1, max=4)).holds(3, 0, 0)
 
 
-BAD_MAPS = {
-    "empty": b"",
-    "a list": b"[]",
-    "truncated": b'{"a": ',
-    "null": b"null",
-    "no entry": b'{"a": null}',
-    "no dtype": b'{"a": {"tensor": "a", "shape": [1]}}',
-    "a list for a dtype": b'{"a": {"tensor": "a", "dtype": ["float32"], "shape": [1]}}',
-    "unknown dtype": b'{"a": {"tensor": "a", "dtype": "float33", "shape": [1]}}',
-    "a list for a tensor": b'{"a": {"tensor": ["a"], "dtype": "float32", "shape": [1]}}',
-    "a shape as text": b'{"a": {"tensor": "a", "dtype": "float32", "shape": "44"}}',
-    "a shape below zero": b'{"a": {"tensor": "a", "dtype": "float32", "shape": [-1]}}',
-    "unknown key": b'{"a": {"tensor": "a", "dtype": "float32", "shape": [1], "strides": [1]}}',
-    "deeply nested": b'{"a": ' + b"[" * 100_000,
-}
-
-
-@pytest.mark.parametrize("data", BAD_MAPS.values(), ids=BAD_MAPS)
-def test_refuses_damaged_map_of_constants(data: bytes) -> None:
-    with pytest.raises(ManifestError, match="map of constants is damaged at") as caught:
-        parse_constants(data)
-    assert str(caught.value).isprintable() and len(str(caught.value)) < 400
+def test_refuses_damaged_map_of_constants() -> None:
+    entry = b'{"a": {"tensor": %s, "dtype": %s, "shape": %s}}'
+    for data in (
+        b"", b"[]", b'{"a": ', b"null", b'{"a": null}', b'{"a": ' + b"[" * 100_000,
+        b'{"a": {"tensor": "a", "shape": [1]}}',
+        b'{"a": {"tensor": "a", "dtype": "float32", "shape": [1], "strides": [1]}}',
+        entry % (b'"a"', b'["float32"]', b"[1]"), entry % (b'"a"', b'"float33"', b"[1]"),
+        entry % (b'["a"]', b'"float32"', b"[1]"), entry % (b'"a"', b'"float32"', b'"44"'),
+        entry % (b'"a"', b'"float32"', b"[-1]"),
+    ):  # fmt: skip
+        with pytest.raises(ManifestError, match="map of constants is damaged at") as caught:
+            parse_constants(data)
+        assert str(caught.value).isprintable() and len(str(caught.value)) < 400
 
 
 def test_reads_map_of_constants() -> None:
