@@ -35,23 +35,14 @@ class Cancellation:
         self.reported.set()
 
 
-def test_only_so_many_requests_wait_to_be_read() -> None:
-    unread = Unread(max_requests=2)
-    unread.add(b"a")
-    unread.add(b"b")
-    with pytest.raises(Overloaded, match="2 requests with .* wait to be read"):
-        unread.add(b"c")
-    unread.remove(b"a")
-    unread.add(b"c")
-
-
-def test_only_so_many_bytes_wait_to_be_read() -> None:
-    unread = Unread(max_requests=10, max_bytes=100)
-    unread.add(bytes(60))
-    with pytest.raises(Overloaded):
-        unread.add(bytes(60))
-    unread.remove(bytes(60))
-    unread.add(bytes(100))
+def test_only_so_many_requests_and_bytes_wait_to_be_read() -> None:
+    for unread, body in ((Unread(max_requests=2), b"a"), (Unread(max_requests=10, max_bytes=100), bytes(50))):
+        unread.add(body)
+        unread.add(body)
+        with pytest.raises(Overloaded, match="requests with .* wait to be read"):
+            unread.add(body)
+        unread.remove(body)
+        unread.add(body)
 
 
 @pytest.mark.parametrize("left, seconds, kind", [(True, float("inf"), Cancelled), (False, 0.01, DeadlineExceeded)])

@@ -1,7 +1,6 @@
 """The unrolled pipeline on a real Triton server: its images, its batches, its versions, and broken models."""
 
 import base64
-import importlib
 import io
 import re
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ from model.cold_start import ColdStart
 from model.loading.load import Loaded, load_release
 from model.loading.target import detect_targets
 from model.pipeline.text_to_image import generate
-from tests.support.triton_server import TritonServer, export, require_triton_client
+from tests.support.triton_server import TritonServer, export
 
 STEPS = 4
 PIPELINE = f"generate_{STEPS}_pipeline"
@@ -201,12 +200,6 @@ def test_refuses_what_an_image_lacks(triton: TritonServer) -> None:
             call(triton, request(0) | fields)
 
 
-def test_grpc_returns_the_same_image(triton: TritonServer) -> None:
-    require_triton_client()
-    for values in (request(1), with_image(4)):
-        assert (call(triton, values, "grpc") == call(triton, values)).all()
-
-
 def test_merges_requests_into_batches(triton: TritonServer) -> None:
     requests = [request(0) | {"seed": seed, "guidance_scale": 2.0 + seed} for seed in range(8)]
     alone = [call(triton, values) for values in requests]
@@ -259,20 +252,6 @@ def predict_noise(triton: TritonServer, version: int) -> list[float]:
     return data
 
 
-def predict_noise_over_grpc(triton: TritonServer, version: int) -> list[float]:
-    """Return the prediction of one version of the UNet, chosen by gRPC's field."""
-    grpc = importlib.import_module("tritonclient.grpc")
-    inputs = []
-    for name, datatype, content in denoiser_inputs(triton):
-        inputs.append(grpc.InferInput(name, list(content.shape), datatype))
-        inputs[-1].set_data_from_numpy(content)
-    with grpc.InferenceServerClient(triton.grpc) as caller:
-        result = caller.infer("denoiser", inputs, model_version=str(version))
-    assert result.get_response().model_version == str(version)
-    data: list[float] = result.as_numpy("noise").ravel().tolist()
-    return data
-
-
 def test_numbers_are_the_decimals_that_were_sent() -> None:
     """0.7 of 10 steps are 7, but the FP32 number is a little less than 0.7."""
     for number in (0.7, 0.02, 0.9999, 7.5, 1.0):
@@ -322,20 +301,7 @@ def test_refuses_a_step_that_does_not_exist(both_versions: TritonServer, name: s
     assert answer.status_code >= 400 and f"{name}: is not" in answer.json()["error"]
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_grpc_chooses_the_version(both_versions: TritonServer, version: int) -> None:
-    require_triton_client()
-    assert predict_noise_over_grpc(both_versions, version) == predict_noise(both_versions, version)
-
-
-def test_client_writes_an_image(triton: TritonServer, tmp_path: Path) -> None:
-    out, values = tmp_path / "image.png", request(0)
-    arguments = ["triton-client", values["prompt"], "--address", triton.http, "--model", PIPELINE, "--out", str(out)]
-    ran = CliRunner().invoke(app, [*arguments, "--seed=0", "--guidance-scale=0.5"])
-    assert ran.exit_code == 0, ran.output
-    assert (np.asarray(Image.open(out), np.int16) == call(triton, values)).all()
-
-
+@pytest.mark.full
 def test_client_repaints_an_image(triton: TritonServer, tmp_path: Path) -> None:
     out, image, mask, values = tmp_path / "out.png", tmp_path / "image.png", tmp_path / "mask.png", with_image(4)
     Image.fromarray(values["input_image"]).save(image)
@@ -345,8 +311,6 @@ def test_client_repaints_an_image(triton: TritonServer, tmp_path: Path) -> None:
     ran = CliRunner().invoke(app, [*arguments, *options])
     assert ran.exit_code == 0, ran.output
     assert (np.asarray(Image.open(out), np.int16) == call(triton, values)).all()
-    ran = CliRunner().invoke(app, [*arguments, f"--image={tmp_path / 'missing.png'}"])
-    assert ran.exit_code == 2 and "cannot be read" in ran.output
 
 
 def test_refuses_to_load_with_a_safety_setting(
@@ -355,12 +319,6 @@ def test_refuses_to_load_with_a_safety_setting(
     monkeypatch.setenv("PREHEAT_SAFETY", "flag")
     with TritonServer(installed, repository, tmp_path) as server:
         assert "PREHEAT_SAFETY is flag, and the unrolled pipeline has no safety checker" in server.load("vae_decoder")
-
-
-def test_refuses_an_invalid_seed(triton: TritonServer) -> None:
-    with pytest.raises(CallFailed, match="seed: got -1, expected an integer"):
-        call(triton, request(0) | {"seed": -1})
-    assert call(triton, request(0)).any()
 
 
 def test_missing_blob_fails_with_its_reason(triton: TritonServer, repository: Path) -> None:
@@ -374,22 +332,6 @@ def test_missing_blob_fails_with_its_reason(triton: TritonServer, repository: Pa
     assert "vae_decoder" in error and blob.name[:12] in error
     assert triton.ready("denoiser") and triton.load("vae_decoder") == ""
     assert (call(triton, request(0)) == before).all()
-
-
-def test_edited_config_fails_with_its_reason(triton: TritonServer, repository: Path) -> None:
-    config = repository / "scheduler_step" / "config.pbtxt"
-    text = config.read_text()
-    for old, new, reason in (
-        ('{ name: "step" data_type: TYPE_INT32 dims: [1] },\n', '{ name: "step" data_type: TYPE_INT32 dims: [2] },\n',
-         "input step as"),
-        ('string_value: "4"', 'string_value: "four"', "no number in its parameter steps"),
-    ):  # fmt: skip
-        assert old in text
-        config.write_text(text.replace(old, new))
-        error = triton.load("scheduler_step")
-        config.write_text(text)
-        assert "scheduler_step" in error and reason in error
-        assert triton.ready("denoiser")
 
 
 @pytest.mark.parametrize("steps", [0, 1001])

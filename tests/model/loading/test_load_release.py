@@ -12,10 +12,10 @@ from model.cold_start import ColdStart
 from model.engines.graphed import GraphedEngine
 from model.engines.tensorrt.plans import Plans
 from model.loading.load import load_release, open_engine
-from model.loading.select import choose_engines, select
+from model.loading.select import select
 from model.loading.served import SizeList, SizeRange
 from model.settings import ServedBucket
-from model.store.manifest import Bucket, Span, TensorRTPlan
+from model.store.manifest import Bucket, TensorRTPlan
 from tests.model.loading.helpers import (
     UNET,
     VAE_ENCODER,
@@ -92,15 +92,6 @@ def test_configured_buckets_limit_the_sizes(valid_store: WritableLocalStore) -> 
     assert load(valid_store, buckets=buckets).served.sizes == SizeList(((64, 64), (256, 128)))
 
 
-def test_buckets_do_not_limit_components_without_sizes(store: WritableLocalStore) -> None:
-    """On a GPU, the times of 32 steps are embedded at once: a larger batch than that of any UNet bucket."""
-    manifest = releases.draft_release(store)
-    [time] = [engine for engine in manifest.engines if engine.component == "unet_time"]
-    large = time.model_copy(update={"bucket": Bucket(batch=Span(min=32, max=32))})
-    manifest = manifest.model_copy(update={"engines": (large,)})
-    assert choose_engines(manifest, "unet_time", large.target, [ServedBucket(height=64, width=64, rows=2)]) == [large]
-
-
 def test_each_engine_gets_the_weights_of_its_layout(store: WritableLocalStore, entries: Entries) -> None:
     second = copy.deepcopy(entries["engines"][UNET]) | {"layout": "other", "key": "0" * 64}
     second["bucket"]["rows"] = {"min": 1, "max": 9, "multiple": 1}
@@ -151,13 +142,6 @@ def test_incomplete_vae_encoder_limits_only_images(store: WritableLocalStore, en
     for buckets in ([], both):
         served = load(store, buckets=buckets).served
         assert served.sizes == SizeList(((64, 64), (64, 128))) and served.image_sizes is None
-
-
-def test_static_vae_encoder_keeps_dynamic_sizes(store: WritableLocalStore, entries: Entries) -> None:
-    make_static(entries, (64, 64), component="vae_encoder")
-    releases.write_manifest(store.root, entries)
-    served = load(store).served
-    assert served.sizes == SizeRange(64, 512, 8) and served.image_sizes == SizeList(((64, 64),))
 
 
 def test_loads_variants_with_their_unet(store: WritableLocalStore, entries: Entries) -> None:

@@ -1,7 +1,6 @@
 """The prefetch fetches exactly the blobs that a load reads, nothing of an untrusted release, and imports no torch."""
 
 import json
-import os
 import subprocess
 import sys
 import textwrap
@@ -115,20 +114,6 @@ def test_fetches_all_blobs_and_reads_none(store: WritableLocalStore) -> None:
     assert load_release(opened, RELEASE_NAME, [cpu_target()], [], ColdStart()).release == RELEASE_NAME
 
 
-def test_local_store_asks_the_system_to_read_ahead(store: WritableLocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    advised: list[int] = []
-    advise = os.posix_fadvise
-
-    def record(file: int, *arguments: int) -> None:
-        advised.append(os.fstat(file).st_size)
-        advise(file, *arguments)
-
-    monkeypatch.setattr(os, "posix_fadvise", record)
-    blobs = store.read_release(RELEASE_NAME).blobs().values()
-    store.fetch(blobs)
-    assert advised == [blob.bytes for blob in blobs]
-
-
 @pytest.mark.parametrize("runtime", ["aot_inductor", *LIBRARIES, "fastest"])
 def test_fetches_for_the_configured_runtime(store: WritableLocalStore, runtime: str) -> None:
     """Without a GPU no plan can run, so a library of plans fetches nothing. The load then reports the error."""
@@ -173,24 +158,14 @@ def test_leaves_errors_to_the_load(store: WritableLocalStore, release: str) -> N
         opened.read_release("toy/9")
 
 
-def test_reports_a_store_that_is_not_configured() -> None:
-    with pytest.raises(ConfigError, match="No store is configured"):
-        Prefetch(read_settings({"store": "", "release": RELEASE_NAME}), {}).store()
-
-
-def test_leaves_a_damaged_blob_to_the_load(store: WritableLocalStore) -> None:
-    blob = store.read_release(RELEASE_NAME).weights[0].blobs[0]
-    path = store.root / "blobs" / "sha256" / blob.sha256
-    path.write_bytes(path.read_bytes()[:-1])
-    opened = run_prefetch(store).store()
-    with pytest.raises(StoreError, match=blob.sha256[:12]):
-        load_release(opened, RELEASE_NAME, [cpu_target()], [], ColdStart())
-
-
-def test_every_call_reports_an_invalid_store_url() -> None:
-    prefetch = Prefetch(read_settings({"store": "ftp://nowhere", "release": RELEASE_NAME}), {})
+@pytest.mark.parametrize(
+    ("url", "kind", "words"),
+    [("", ConfigError, "No store is configured"), ("ftp://nowhere", StoreError, "ftp://nowhere")],
+)
+def test_every_call_reports_an_invalid_store(url: str, kind: type[Exception], words: str) -> None:
+    prefetch = Prefetch(read_settings({"store": url, "release": RELEASE_NAME}), {})
     for _ in range(2):
-        with pytest.raises(StoreError, match="ftp://nowhere"):
+        with pytest.raises(kind, match=words):
             prefetch.store()
 
 

@@ -61,9 +61,9 @@ CUDA_DRIVER = r"""
     ("built_for", "fails", "wanted", "calls"),
     [
         ("cuda", 0, 2, "init 0, count, device 0, context of 7"),
-        ("cuda", 0, 1, "init 0, count, "),
-        ("cuda", 100, 2, "init 0, "),
-        ("cpu", 0, 2, ""),
+        pytest.param("cuda", 0, 1, "init 0, count, ", marks=pytest.mark.full),
+        pytest.param("cuda", 100, 2, "init 0, ", marks=pytest.mark.full),
+        pytest.param("cpu", 0, 2, "", marks=pytest.mark.full),
     ],
     ids=["GPU", "workers", "driver fails", "torch for CPUs"],
 )

@@ -100,12 +100,11 @@ def test_makes_every_loop_and_runs_every_size(loaded: Loaded) -> None:
     assert all(not loop.images for loop in loaded.model.loops.values())
     widths = {inputs["latents"].shape[-1] for inputs in stub(loaded.model, spec.VAE_DECODER).seen}
     assert widths == {64 // 8, 96 // 8}
-
-
-def test_encodes_only_sizes_of_the_vae_encoder(loaded: Loaded) -> None:
+    encoder = stub(loaded.model, spec.VAE_ENCODER)
+    encoder.seen.clear()
     with torch.inference_mode():
         warm_up(replace(loaded, served=replace(loaded.served, image_sizes=SizeList(((96, 64),)))))
-    assert [inputs["pixels"].shape[-1] for inputs in stub(loaded.model, spec.VAE_ENCODER).seen] == [96]
+    assert [inputs["pixels"].shape[-1] for inputs in encoder.seen] == [96]
 
 
 def test_records_its_parts(loaded: Loaded) -> None:
@@ -136,27 +135,10 @@ def test_measures_the_efficient_batch_of_each_listed_size(
     assert loaded.model.efficient_pixels is None
 
 
-def test_measures_unguided_images_if_the_release_has_no_guidance(loaded: Loaded) -> None:
-    """Each takes one batch entry, so eight of them fill the largest bucket."""
-    probe = FakeProbe(loaded.model, {2: 0.080, 4: 0.140, 8: 0.290})
-    served = replace(loaded.served, defaults=loaded.served.defaults.model_copy(update={"guidance_scale": 1.0}))
-    assert efficient_by_size(replace(loaded, served=served), probe) == {"64x64": 4, "96x64": 4}
-    assert [batch for width, batch in probe.measured if width == 64] == [2, 4, 8]
-
-
 def test_rising_clocks_do_not_raise_the_efficient_batch(loaded: Loaded) -> None:
     """A step of two images takes 1.91 times as long as a step of one. The first steps run at low clocks."""
     probe = FakeProbe(loaded.model, {2: 0.0287, 4: 0.0549}, slow_start=(1.4, 1.2, 1.05), clocks_rise=True)
     assert efficient_by_size(loaded, probe) == {"64x64": 2, "96x64": 2}
-
-
-def test_single_bucket_is_not_measured(loaded: Loaded) -> None:
-    """Fewer images would take as long."""
-    for name in (spec.UNET, spec.REFINER_UNET):
-        engines = loaded.model.engines[name].engines
-        loaded.model.engines[name] = EngineSet([engine for engine in engines if engine.bucket.batch.max == 8])
-    probe = FakeProbe(loaded.model, {8: 0.1})
-    assert efficient_by_size(loaded, probe) == {"64x64": 8, "96x64": 8} and not probe.measured
 
 
 def test_all_sizes_of_a_dynamic_engine_share_efficient_pixels(loaded: Loaded) -> None:

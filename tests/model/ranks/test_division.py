@@ -106,14 +106,8 @@ def test_each_entry_has_a_rank_and_all_shares_are_equal(entries: int, size: int,
         assert ThreadRanks(rank, threading.Barrier(size), [None] * size).share(entries) == share
 
 
-def test_a_single_rank_runs_all_entries() -> None:
-    own = torch.arange(3.0)
-    assert ALONE.share(3) == [0, 1, 2] and ALONE.gather(own) is own
-
-
 @pytest.mark.parametrize("make_loop", [eager_loop, graph_loop])
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("batches", [(1,), (2,), (1, 2, 5)])
+@pytest.mark.parametrize("size, batches", [(2, (1,)), (3, (2,)), (2, (1, 2, 5)), (3, (1, 2, 5))])
 def test_ranks_compute_the_latents_of_one_loop(
     make_loop: Callable[[StepNetworks], Loop], size: int, batches: tuple[int, ...]
 ) -> None:

@@ -20,11 +20,10 @@ def two(store: WritableStore, release: str) -> Iterator[Loaded]:
         yield loaded
 
 
-@pytest.mark.parametrize("scheduler", SAMPLERS)
-@pytest.mark.parametrize("guidance", [5.0, 1.0])
-def test_two_ranks_make_the_pictures_of_one(two: Loaded, loaded: Loaded, scheduler: str, guidance: float) -> None:
-    request = params(loaded, scheduler=scheduler, guidance_scale=guidance)
-    assert_equal(generate(two.model, [request])[0], generate(loaded.model, [request])[0])
+def test_two_ranks_make_the_pictures_of_one(two: Loaded, loaded: Loaded) -> None:
+    for number, scheduler in enumerate(SAMPLERS):
+        request = params(loaded, scheduler=scheduler, guidance_scale=(5.0, 1.0)[number % 2])
+        assert_equal(generate(two.model, [request])[0], generate(loaded.model, [request])[0])
 
 
 def test_images_of_several_requests_share_a_divided_batch(two: Loaded, loaded: Loaded) -> None:

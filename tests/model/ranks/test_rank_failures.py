@@ -5,38 +5,20 @@ import signal
 from concurrent.futures import Future
 
 import pytest
-import torch
 
 from engine_builder.stores.store import WritableStore
 from model.errors import EngineError, RankFailed, Unavailable
 from model.loading.load import Loaded
 from model.pipeline.runner import Runner
 from model.pipeline.spec import UNET
-from model.pipeline.text_to_image import generate
 from model.ranks.lead import Followers
 from model.scheduling.job import GenerationResult
 from model.scheduling.scheduler import Scheduler
 from model.settings import Limits, Settings
-from tests.support.ranks import assert_equal, params, ranked
+from tests.support.ranks import params, ranked
 from tests.support.waiting import eventually
 
 ERROR_SECONDS = 10.0  # in which the end of a rank must be answered
-
-
-def test_four_ranks_divide_two_guided_images(store: WritableStore, release: str, loaded: Loaded) -> None:
-    with ranked(store, release, 4) as (four, _):
-        batch = [params(loaded), params(loaded, seed=4, scheduler="Euler a")]
-        assert_equal(generate(four.model, batch)[0], generate(loaded.model, batch)[0])
-
-
-def test_ranks_leave_the_group_at_the_end(store: WritableStore, release: str) -> None:
-    with ranked(store, release, 2) as (loaded, followers):
-        generate(loaded.model, [params(loaded)])
-        [process], joined = followers._processes, followers._joined
-        assert joined is not None and followers._leave(*joined)
-        assert process.wait(ERROR_SECONDS) == 0, "it leaves while its connection is open"
-        followers._joined = None
-    assert not torch.distributed.is_initialized() and not loaded.model.loops
 
 
 def test_the_end_of_a_rank_is_answered(store: WritableStore, release: str) -> None:
@@ -58,6 +40,7 @@ def test_the_end_of_a_rank_is_answered(store: WritableStore, release: str) -> No
     assert failures == ["called"]
 
 
+@pytest.mark.full
 def test_a_failed_step_of_rank_0_is_answered(
     store: WritableStore, release: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,11 +55,9 @@ def test_a_failed_step_of_rank_0_is_answered(
             raise EngineError("The engine failed.")
 
         monkeypatch.setattr(loaded.model.engines[UNET], "run", fail)
-        failed = scheduler.submit(params(loaded)).result
         with pytest.raises((EngineError, Unavailable)):
-            failed.result(ERROR_SECONDS)
+            scheduler.submit(params(loaded)).result.result(ERROR_SECONDS)
         eventually(lambda: failures, "the report of the failure")
-        assert not scheduler.healthy()
         with pytest.raises(Unavailable, match="being replaced"):
             scheduler.submit(params(loaded))
         scheduler.close()

@@ -1,21 +1,19 @@
 """A real server whose batches are divided among two processes."""
 
 import os
-import shutil
 import signal
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
-from engine_builder.local_server.server import Layout, Server, with_metadata
+from engine_builder.local_server.server import Layout, Server
 from engine_builder.stores.store import WritableStore
-from tests.conftest import READY_SECONDS
 from tests.support.images import largest_difference, pixels
 from tests.support.predictions import PREDICT_PATH, http_client
 from tests.support.waiting import eventually
+from tests.support.workers import log_of, started
 
 REQUEST = {"prompt": "a red circle on a blue background", "seed": 3, "num_inference_steps": 6, "output_format": "png"}
 
@@ -29,20 +27,12 @@ def child_pids(pid: int) -> list[int]:
 @pytest.fixture
 def divided(layout: Layout, store: WritableStore, release: str, tmp_path: Path) -> Iterator[Server]:
     """A server whose batches are divided among two processes."""
-    root = tmp_path / "root"
-    shutil.copytree(layout.root, root)
-    # Declared secrets, as in the shipped configs: Truss's mapping cannot be sent to another process.
-    config = layout.config | {"secrets": {"aws_access_key_id": None, "aws_secret_access_key": None}}
-    copied = replace(layout, root=root, app=root / "app", packages=root / "packages", config=config)
-    metadata = layout.config["model_metadata"]
-    metadata = metadata | {"preheat": metadata["preheat"] | {"gpus_per_image": 2}}
-    environment = {"PREHEAT_STORE": store.url, "PREHEAT_RELEASE": release}
-    with Server(with_metadata(copied, metadata), environment=environment, log=tmp_path / "server.log") as running:
-        running.wait_ready(READY_SECONDS)
+    with started(layout, store, release, tmp_path, workers=1, gpus_per_image=2) as running:
         yield running
 
 
-def test_a_server_divides_its_batches_and_ends_with_a_rank(server: Server, divided: Server, tmp_path: Path) -> None:
+@pytest.mark.full
+def test_a_server_divides_its_batches_and_ends_with_a_rank(server: Server, divided: Server) -> None:
     with http_client(server) as one, http_client(divided) as two:
         pictures = [
             pixels(client.post(PREDICT_PATH, json=REQUEST).json()["images"][0]["data"]) for client in (one, two)
@@ -55,13 +45,14 @@ def test_a_server_divides_its_batches_and_ends_with_a_rank(server: Server, divid
             os.kill(rank, signal.SIGKILL)
             assert "being replaced" in list(lines)[-1]
     eventually(lambda: not divided.running, "the end of the server", 30)
-    assert "device_failed" in (tmp_path / "server.log").read_text()
+    assert "device_failed" in log_of(divided)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_rank_ends_with_its_server(divided: Server, number: signal.Signals, tmp_path: Path) -> None:
+def test_a_rank_ends_with_its_server(divided: Server, number: signal.Signals) -> None:
     [rank] = child_pids(divided.pid)
     os.kill(divided.pid, number)
     eventually(lambda: not divided.running, "the end of the server", 30)
     eventually(lambda: not Path(f"/proc/{rank}").exists(), "the end of the rank", 30)
-    assert "being replaced" not in (tmp_path / "server.log").read_text()
+    assert "being replaced" not in log_of(divided)

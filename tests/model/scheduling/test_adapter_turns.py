@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,16 @@ def expected(tmp_path: Path, job: Job) -> object:
     return image
 
 
+@contextmanager
+def damaged(adapted: AdapterModel) -> Iterator[None]:
+    """Damage the blob of adapter a during the block."""
+    path = Path(adapted.store.url.removeprefix("file://")) / "blobs" / "sha256" / adapted.blobs["a"]
+    intact = path.read_bytes()
+    path.write_bytes(intact[:-1] + b"\1")
+    yield
+    path.write_bytes(intact)
+
+
 @pytest.mark.usefixtures("load_all")
 def test_equal_adapters_share_a_batch_and_others_wait(gate: Gate, scheduler: Scheduler, tmp_path: Path) -> None:
     with paused(scheduler):
@@ -59,16 +70,6 @@ def test_equal_adapters_share_a_batch_and_others_wait(gate: Gate, scheduler: Sch
     for job, image in zip(jobs, images, strict=True):
         assert np.array_equal(image, expected(tmp_path, job))
     assert len({image.tobytes() for image in images[:2] + images[4:]}) == 3
-
-
-@pytest.mark.usefixtures("load_all")
-def test_scale_is_part_of_the_set(gate: Gate, scheduler: Scheduler, tmp_path: Path) -> None:
-    with paused(scheduler):
-        jobs = [scheduler.submit(params(7, loras=(("a", scale),))) for scale in (1.0, 0.5)]
-    gate.open()
-    results(*jobs)
-    images = [pixels(job.result.result().images[0]) for job in jobs]
-    assert len(gate.steps) == 8 and not np.array_equal(*images)
 
 
 @pytest.mark.usefixtures("load_all")
@@ -114,17 +115,14 @@ def test_reading_an_adapter_holds_nobody_up(
 
 
 def test_damaged_adapter_fails_its_request_only(gate: Gate, scheduler: Scheduler, adapted: AdapterModel) -> None:
-    path = Path(adapted.store.url.removeprefix("file://")) / "blobs" / "sha256" / adapted.blobs["a"]
-    intact = path.read_bytes()
-    path.write_bytes(intact[:-1] + b"\1")
-    running = scheduler.submit(params(1, num_inference_steps=20))
-    gate.run(2)
-    failing = scheduler.submit(params(2, loras=A))
-    gate.open()
-    with pytest.raises(AdapterError, match="Adapter a cannot be loaded. Blob .* is damaged"):
-        results(failing)
-    results(running)
-    path.write_bytes(intact)
+    with damaged(adapted):
+        running = scheduler.submit(params(1, num_inference_steps=20))
+        gate.run(2)
+        failing = scheduler.submit(params(2, loras=A))
+        gate.open()
+        with pytest.raises(AdapterError, match="Adapter a cannot be loaded. Blob .* is damaged"):
+            results(failing)
+        results(running)
     results(scheduler.submit(params(3, loras=A)))
 
 
@@ -152,43 +150,35 @@ def test_failed_merge_fails_its_request_only(
 def test_old_failure_answers_no_later_request(gate: Gate, scheduler: Scheduler, adapted: AdapterModel) -> None:
     """The request that needed the adapter left before it could not be read."""
     gate.open()
-    path = Path(adapted.store.url.removeprefix("file://")) / "blobs" / "sha256" / adapted.blobs["a"]
-    intact = path.read_bytes()
-    path.write_bytes(intact[:-1] + b"\1")
-    let_go = adapted.store.hold(adapted.blobs["a"])
-    leaving = scheduler.submit(params(1, loras=A))
-    settle(scheduler)
-    scheduler.cancel(leaving, Cancelled("The client left."))
-    settle(scheduler)
-    let_go.set()
-    eventually(lambda: adapted.store.reads == [adapted.blobs["a"]], "the damaged blob was read")
-    settle(scheduler)
-    path.write_bytes(intact)
+    with damaged(adapted):
+        let_go = adapted.store.hold(adapted.blobs["a"])
+        leaving = scheduler.submit(params(1, loras=A))
+        settle(scheduler)
+        scheduler.cancel(leaving, Cancelled("The client left."))
+        settle(scheduler)
+        let_go.set()
+        eventually(lambda: adapted.store.reads == [adapted.blobs["a"]], "the damaged blob was read")
+        settle(scheduler)
     results(scheduler.submit(params(2, loras=A)))
 
 
 def test_request_that_waits_for_an_adapter_can_be_cancelled(
     gate: Gate, scheduler: Scheduler, adapted: AdapterModel
 ) -> None:
+    """The end of the scheduler answers one, too."""
     let_go = adapted.store.hold(adapted.blobs["a"])
     waiting = scheduler.submit(params(0, loras=A))
     scheduler.cancel(waiting, Cancelled("The client left."))
     settle(scheduler)
     gate.open()
     results(scheduler.submit(params(90, num_images=8)))  # all places in the queue are free
-    let_go.set()
-    settle(scheduler)
-    assert 0 not in gate.order
-
-
-def test_close_answers_a_request_that_waits_for_an_adapter(scheduler: Scheduler, adapted: AdapterModel) -> None:
-    let_go = adapted.store.hold(adapted.blobs["a"])
-    waiting = scheduler.submit(params(0, loras=A))
+    waiting = scheduler.submit(params(1, loras=A))
     settle(scheduler)
     scheduler.close()
     with pytest.raises(Unavailable):
         results(waiting)
     let_go.set()
+    assert not {0, 1} & set(gate.order)
 
 
 @pytest.fixture

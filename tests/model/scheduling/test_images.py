@@ -46,7 +46,8 @@ class SlowEncoding(SideStream):
 
 
 def test_returns_the_images_of_generate(scheduler: Scheduler) -> None:
-    mix = [params(3), FROM_IMAGE, INPAINT, replace(INPAINT, num_images=3, scheduler="Euler a", seed=7)]
+    text = params(5, num_images=3, use_refiner=True, scheduler="DPM++ 2M SDE Karras")
+    mix = [text, FROM_IMAGE, INPAINT, replace(INPAINT, num_images=3, scheduler="Euler a", seed=7)]
     jobs = [scheduler.submit(request) for request in mix]
     for request, result in zip(mix, results(*jobs), strict=True):
         expected = generate(linear_model(), [request])[0]
@@ -54,6 +55,7 @@ def test_returns_the_images_of_generate(scheduler: Scheduler) -> None:
         for data, image in zip(result.images, expected, strict=True):
             assert np.array_equal(pixels(data), image)
         assert all(milliseconds >= 0 for milliseconds in result.timings.values())
+    assert list(jobs[0].result.result().timings) == ["queue", "text", "denoise", "refine", "decode", "encode"]
 
 
 @pytest.mark.parametrize(("request_", "steps"), [(FROM_IMAGE, 2), (INPAINT, INPAINT_STEPS)], ids=["image", "masks"])
@@ -65,16 +67,20 @@ def test_counts_the_steps_that_run(request_: object, steps: int, scheduler: Sche
     assert {event.steps for event in counted} == {steps}
 
 
-def test_counts_images_by_task(scheduler: Scheduler) -> None:
+def test_counts_images_by_task_and_steps(scheduler: Scheduler) -> None:
     def counts() -> list[float]:
         tasks = ("text_to_image", "image_to_image", "inpaint")
         values = [REGISTRY.get_sample_value("preheat_images_total", {"task": task}) for task in tasks]
-        return [value for value in values if value is not None]
+        values.append(REGISTRY.get_sample_value("preheat_steps_total", {"component": "unet"}))
+        return [value or 0 for value in values]
 
     before = counts()
     results(scheduler.submit(FROM_IMAGE), scheduler.submit(replace(INPAINT, num_images=2)))
     settle(scheduler)
-    assert [after - earlier for after, earlier in zip(counts(), before, strict=True)] == [0, 1, 2]
+    *images, steps = [after - earlier for after, earlier in zip(counts(), before, strict=True)]
+    assert images == [0, 1, 2] and steps >= 4
+    assert REGISTRY.get_sample_value("preheat_queue_images") == 0
+    assert REGISTRY.get_sample_value("preheat_active_images", {"component": "unet"}) == 0
 
 
 def test_encoding_does_not_hold_up_running_images(model: LoadedModel, gate: Gate, scheduler: Scheduler) -> None:
@@ -92,11 +98,6 @@ def test_encoding_does_not_hold_up_running_images(model: LoadedModel, gate: Gate
     assert [9, 1] in gate.seeds
 
 
-def test_image_runs_at_once_if_nothing_else_does(model: LoadedModel, scheduler: Scheduler) -> None:
-    model.encode_stream = SlowEncoding()
-    results(scheduler.submit(FROM_IMAGE), scheduler.submit(replace(FROM_IMAGE, seed=4)))
-
-
 @pytest.mark.parametrize("steps", [1, 5], ids=["first pass", "second pass"])
 def test_cancellation_removes_an_image_in_any_pass(steps: int, gate: Gate, scheduler: Scheduler) -> None:
     cancelled = scheduler.submit(INPAINT)
@@ -108,18 +109,6 @@ def test_cancellation_removes_an_image_in_any_pass(steps: int, gate: Gate, sched
     assert all(2 not in seeds for seeds in gate.seeds[begun + 1 :])
     with pytest.raises(Cancelled):
         results(cancelled)
-
-
-def test_cancelled_request_waits_for_no_encoding(model: LoadedModel, gate: Gate, scheduler: Scheduler) -> None:
-    model.encode_stream = SlowEncoding()
-    running = scheduler.submit(params(9, num_inference_steps=8))
-    gate.run(1)
-    cancelled = scheduler.submit(FROM_IMAGE)
-    gate.run(2)
-    scheduler.cancel(cancelled, Cancelled("The client left."))
-    gate.open()
-    results(running)
-    assert gate.order == [9]
 
 
 @pytest.mark.parametrize("decoding", [0, 1], ids=["first pass", "second pass"])

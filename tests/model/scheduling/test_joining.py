@@ -55,36 +55,27 @@ def test_smaller_request_does_not_overtake(gate: Gate, scheduler: Scheduler) -> 
     assert gate.seeds == [[0], [0], [0, 1], [0, 1], [1, 2], [1, 2], [2], [2]]
 
 
-def test_only_an_efficient_number_runs_at_once(gate: Gate, scheduler: Scheduler) -> None:
-    gate.limit_batch(capacity=8, efficient=2)
-    jobs = [scheduler.submit(params(seed)) for seed in (0, 10, 20)]
-    gate.open()
-    results(*jobs)
-    assert gate.seeds == [[seed] for seed in (0, 10, 20) for _ in range(4)]
-
-
 @pytest.mark.parametrize(
-    "first, second, joint_steps",
+    "changes, joins",
     [
-        ({"num_inference_steps": 12}, {"num_inference_steps": 5}, 5),
-        ({"num_inference_steps": 12}, {"num_inference_steps": 6}, 0),
-        ({"num_inference_steps": 12}, {"num_inference_steps": 7, "guidance_scale": 1.0}, 7),
-        ({"num_inference_steps": 12}, {"num_inference_steps": 8, "guidance_scale": 1.0}, 0),
-        ({"num_inference_steps": 12}, {"num_inference_steps": 3, "num_images": 2}, 3),
-        ({"num_inference_steps": 12}, {"num_inference_steps": 4, "num_images": 2}, 0),
-        ({"num_inference_steps": 8, "use_refiner": True, "denoising_frac": 0.25}, {"num_inference_steps": 3}, 2),
+        ({"num_inference_steps": 5}, True),
+        ({"num_inference_steps": 6}, False),
+        ({"num_inference_steps": 7, "guidance_scale": 1.0}, True),
+        ({"num_inference_steps": 8, "guidance_scale": 1.0}, False),
+        ({"num_inference_steps": 3, "num_images": 2}, True),
+        ({"num_inference_steps": 4, "num_images": 2}, False),
     ],
 )
 def test_short_request_joins_beyond_the_efficient_number(
-    first: dict[str, Any], second: dict[str, Any], joint_steps: int, gate: Gate, scheduler: Scheduler
+    changes: dict[str, Any], joins: bool, gate: Gate, scheduler: Scheduler
 ) -> None:
     gate.limit_batch(capacity=16, efficient=2)
     with paused(scheduler):
-        jobs = [scheduler.submit(params(0, **first)), scheduler.submit(params(10, **second))]
+        jobs = [scheduler.submit(params(0, num_inference_steps=12)), scheduler.submit(params(10, **changes))]
     gate.open()
     results(*jobs)
-    joint = [step for step in gate.steps if step.unet == spec.UNET and {0, 10} <= set(step.seeds)]
-    assert len(joint) == joint_steps
+    joint = [seeds for seeds in gate.seeds if {0, 10} <= set(seeds)]
+    assert len(joint) == joins * changes["num_inference_steps"]
 
 
 def test_short_request_does_not_overtake(gate: Gate, scheduler: Scheduler) -> None:
@@ -95,14 +86,6 @@ def test_short_request_does_not_overtake(gate: Gate, scheduler: Scheduler) -> No
     gate.open()
     results(*jobs)
     assert gate.seeds == [[0]] * 4 + [[1, 2]] + [[1]] * 3
-
-
-def test_images_of_one_request_may_exceed_the_efficient_number(gate: Gate, scheduler: Scheduler) -> None:
-    gate.limit_batch(capacity=8, efficient=2)
-    jobs = [scheduler.submit(params(0)), scheduler.submit(params(10, num_images=2))]
-    gate.open()
-    results(*jobs)
-    assert gate.seeds == [[0]] * 4 + [[10, 11]] * 4
 
 
 def test_all_join_once_enough_wait_to_fill_the_batch(gate: Gate, scheduler: Scheduler) -> None:
@@ -128,13 +111,6 @@ def test_images_in_the_refiner_count_as_running(gate: Gate, scheduler: Scheduler
     assert [(step.unet, step.seeds) for step in gate.steps] == [(unet, [seed]) for seed in (0, 1) for unet in unets]
 
 
-def test_refiner_admits_beyond_the_efficient_number(gate: Gate, scheduler: Scheduler) -> None:
-    gate.limit_batch(capacity=8, efficient=2)
-    gate.open()
-    results(scheduler.submit(params(4, num_images=4, use_refiner=True)))
-    assert gate.seeds == [[4, 5, 6, 7]] * 4
-
-
 def test_images_wait_for_a_full_refiner(gate: Gate, scheduler: Scheduler) -> None:
     """Each image takes one base step and three refiner steps. Two images fill the refiner when the next two arrive."""
     jobs = [scheduler.submit(params(seed, use_refiner=True, denoising_frac=0.25)) for seed in range(4)]
@@ -145,17 +121,6 @@ def test_images_wait_for_a_full_refiner(gate: Gate, scheduler: Scheduler) -> Non
     assert list(dict.fromkeys(seed for seeds in refined for seed in seeds)) == [0, 1, 2, 3]
 
 
-def test_efficient_number_applies_to_each_size(gate: Gate, scheduler: Scheduler) -> None:
-    gate.limit_batch(capacity=8, efficient=2)
-    jobs = [scheduler.submit(params(seed, width=width)) for seed, width in enumerate((64, 64, 96, 96))]
-    gate.open()
-    results(*jobs)
-    assert {len(seeds) for seeds in gate.seeds} == {1}
-    position = gate.order.index
-    assert position(0) < position(1) and position(2) < position(3)
-    assert abs(position(0) - position(2)) == 1  # neither size waited for the other's second image
-
-
 def test_sizes_alternate_step_by_step(gate: Gate, scheduler: Scheduler) -> None:
     jobs = [scheduler.submit(params(seed, width=width)) for seed, width in enumerate((64, 64, 96, 96, 64))]
     gate.open()
@@ -164,15 +129,6 @@ def test_sizes_alternate_step_by_step(gate: Gate, scheduler: Scheduler) -> None:
     last = {width: len(widths) - 1 - widths[::-1].index(width) for width in (64, 96)}
     both = widths[widths.index(96) : min(last.values()) + 1]
     assert len(both) >= 7 and all(one != next_one for one, next_one in itertools.pairwise(both))
-
-
-def test_base_and_refiner_alternate_step_by_step(gate: Gate, scheduler: Scheduler) -> None:
-    jobs = [scheduler.submit(params(1, use_refiner=True)), scheduler.submit(params(2, num_inference_steps=12))]
-    gate.open()
-    results(*jobs)
-    unets = [step.unet for step in gate.steps]
-    first = unets.index(spec.REFINER_UNET)
-    assert unets[first : first + 3] == [spec.REFINER_UNET, spec.UNET, spec.REFINER_UNET]
 
 
 def test_images_ahead_do_not_include_running_images(gate: Gate, scheduler: Scheduler) -> None:

@@ -5,7 +5,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from prometheus_client import REGISTRY
 
 from model.api.request import GenerationRequest
 from model.api.resolve import resolve
@@ -20,19 +19,8 @@ from model.scheduling.scheduler import Scheduler
 from model.settings import Limits
 from tests.support.images import largest_difference, open_image, pixels
 from tests.support.linear_networks import linear_model
-from tests.support.scheduling import params, results, settle
+from tests.support.scheduling import params, results
 from tests.support.waiting import TIMEOUT_SECONDS
-
-
-def test_returns_the_images_of_generate(scheduler: Scheduler) -> None:
-    request = params(5, num_images=3, use_refiner=True, scheduler="DPM++ 2M SDE Karras")
-    expected = generate(linear_model(), [request])[0]
-    [result] = results(scheduler.submit(request))
-    assert len(result.images) == 3
-    for data, image in zip(result.images, expected, strict=True):
-        assert np.array_equal(pixels(data), image)
-    assert list(result.timings) == ["queue", "text", "denoise", "refine", "decode", "encode"]
-    assert all(milliseconds >= 0 for milliseconds in result.timings.values())
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.999], ids=["no base steps", "no refiner steps"])
@@ -65,12 +53,8 @@ def test_emits_each_step_and_image_with_previews(model: LoadedModel, scheduler: 
 
 @pytest.mark.parametrize(
     "changes, expected",
-    [
-        ({}, [2, 4]),
-        ({"use_refiner": True, "denoising_frac": 0.5}, [3, 4]),
-        ({"use_refiner": True, "denoising_frac": 2 / 3}, [2, 5]),
-    ],
-    ids=["base", "refiner after 2", "refiner after 4"],
+    [({}, [2, 4]), ({"use_refiner": True, "denoising_frac": 2 / 3}, [2, 5])],
+    ids=["base", "refiner after 4"],
 )
 def test_previews_follow_the_steps_of_an_image_on_all_unets(
     changes: dict[str, object], expected: list[int], model: LoadedModel, scheduler: Scheduler
@@ -88,24 +72,6 @@ def test_previews_follow_the_steps_of_an_image_on_all_unets(
     previews = [event.step for event in events if event.preview is not None]
     # A preview that is encoded during the next step has the number of that step.
     assert [due <= step for due, step in zip(expected, previews, strict=True)] == [True, True]
-
-
-def test_counts_images_and_steps(scheduler: Scheduler) -> None:
-    def sample(name: str, **labels: str) -> float:
-        value = REGISTRY.get_sample_value(name, labels)
-        assert value is not None, name
-        return value
-
-    images, steps = (
-        sample("preheat_images_total", task="text_to_image"),
-        sample("preheat_steps_total", component="unet"),
-    )
-    results(scheduler.submit(params(1, num_images=2)))
-    settle(scheduler)
-    assert sample("preheat_images_total", task="text_to_image") == images + 2
-    assert sample("preheat_steps_total", component="unet") >= steps + 4
-    assert sample("preheat_queue_images") == 0
-    assert sample("preheat_active_images", component="unet") == 0
 
 
 def test_stage_changes_the_conditioning_of_one_image_only(model: LoadedModel) -> None:
@@ -136,7 +102,7 @@ requests = st.fixed_dictionaries(
 ).filter(lambda request: not (request["use_refiner"] and request["scheduler"] == "Heun"))
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(mix=st.lists(requests, min_size=2, max_size=6))
 def test_image_does_not_depend_on_the_batch(mix: list[dict[str, object]], loaded: Loaded) -> None:
     """On compiled engines, through queue, loops, refiner and decoder: at most 1/255 from the same request alone."""

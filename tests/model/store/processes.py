@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from engine_builder.stores.store import WritableStore
+from tests.support import releases
 from tests.support.repository import REPOSITORY
 
 CHANGING_FILE = Path("/proc/self/io")  # counts the reads of this process, so each read of it returns other bytes
@@ -41,3 +43,48 @@ def own_mounts() -> tuple[str, ...]:
         if subprocess.run([*prefix, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True).returncode == 0:
             return prefix
     pytest.skip("needs the right to mount a small disk: run as root, or where unshare --map-root-user works")
+
+
+def race(publishers: Mapping[str, "subprocess.Popen[str]"]) -> dict[str, list[str]]:
+    """Let processes that have printed "ready" go on at the same time. Returns the words that each then prints."""
+    for publisher in publishers.values():
+        assert publisher.stdout is not None and publisher.stdout.readline() == "ready\n", publisher.communicate()[1]
+    for publisher in publishers.values():
+        assert publisher.stdin is not None
+        publisher.stdin.write("go\n")
+        publisher.stdin.flush()
+    return {name: finish(publisher).split() for name, publisher in publishers.items()}
+
+
+PUBLISH = """
+    import sys
+    from pathlib import Path
+    from engine_builder.stores.store import open_writable_store
+    from model.errors import ReleaseExists
+    from model.settings import read_settings
+    from model.store.manifest import Manifest
+
+    url, draft, versions, publisher = sys.argv[1:]
+    store = open_writable_store(url, read_settings().store_options())
+    manifest = Manifest.model_validate_json(Path(draft).read_bytes())
+    store.releases()
+    print("ready", flush=True)
+    sys.stdin.readline()
+    for version in map(str, range(int(versions))):
+        try:
+            store.write_release(manifest.model_copy(update={"version": version, "created": publisher}))
+            print(version)
+        except ReleaseExists:
+            pass
+"""
+
+
+def assert_one_publisher_wins(store: WritableStore, url: str, draft: Path, environment: Mapping[str, str]) -> None:
+    """Publish twelve versions from two processes. Each version must be the whole manifest of one of them."""
+    draft.write_bytes(releases.draft_release(store).to_json())
+    names = [str(version) for version in range(12)]
+    published = race({name: python(PUBLISH, url, draft, 12, name, environment=environment) for name in "ab"})
+    assert sorted(version for own in published.values() for version in own) == sorted(names)
+    for name, own in published.items():
+        for version in own:
+            assert store.read_release(f"toy/{version}").created == name

@@ -4,6 +4,7 @@ The cache never holds wrong bytes.
 """
 
 import hashlib
+import itertools
 import os
 import random
 import signal
@@ -23,7 +24,7 @@ from engine_builder.stores.s3_uploads import UPLOAD_PART_BYTES
 from model.errors import CorruptBlob, ManifestError, StoreError
 from model.store.manifest import Blob
 from tests.conftest import Opener
-from tests.model.store.processes import finish, own_mounts, python
+from tests.model.store.processes import finish, python
 from tests.support import releases
 from tests.support.cached_blobs import file_names
 from tests.support.faulty_proxy import Fault, FaultyProxy
@@ -74,13 +75,12 @@ def store(open_proxied: Opener) -> WritableS3Store:
 def _check_cache(tmp_path: Path) -> Iterator[None]:
     """Check after each test that all cached bytes match their digest."""
     yield
-    for path in (tmp_path / "cache" / "blobs" / "sha256").glob("*"):
+    for path in tmp_path.glob("cache*/blobs/sha256/*"):
         assert hashlib.sha256(path.read_bytes()).hexdigest() == path.name
 
 
 PASSING_FAULTS = [
     Fault("drop", at=0),
-    Fault("drop", at=100_000),
     Fault("drop", at=PART - 1, times=3),
     Fault("reset", at=100_000, times=3),
     Fault("truncate", at=100_000, times=3),
@@ -88,23 +88,21 @@ PASSING_FAULTS = [
     Fault("stall", at=100_000),
     Fault("corrupt", at=0),
     Fault("corrupt", at=PART - 1),
-    Fault("status", status=500, code="InternalError", times=2),
-    Fault("status", status=503, code="SlowDown", times=2),
-    Fault("status", status=429, code="TooManyRequests", times=2),
-]
+    *(Fault("status", status=status, code=code, times=2)
+      for status, code in ((500, "InternalError"), (503, "SlowDown"), (429, "TooManyRequests"))),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "fault", PASSING_FAULTS, ids=lambda fault: f"{fault.kind} at {fault.at}, {fault.times} times, {fault.status}"
-)
-def test_passing_fault_is_overcome(
-    open_proxied: Opener, proxy: FaultyProxy, blob: Blob, data: bytes, tmp_path: Path, fault: Fault
+def test_passing_faults_are_overcome(
+    open_proxied: Opener, proxy: FaultyProxy, blob: Blob, data: bytes, tmp_path: Path
 ) -> None:
-    store = open_proxied(attempts=4, timeout=timeout_for(fault))
-    proxy.inject(replace(fault))
-    assert store.get(blob.sha256, blob.bytes).read_bytes() == data
-    assert not proxy.pending, "the fault did not happen"
-    assert file_names(tmp_path / "cache") == {blob.sha256} and not file_names(tmp_path / "cache", "partial")
+    for number, fault in enumerate(PASSING_FAULTS):
+        cache = tmp_path / f"cache{number}"
+        store = open_proxied(attempts=4, timeout=timeout_for(fault), cache_dir=cache)
+        proxy.inject(replace(fault))
+        assert store.get(blob.sha256, blob.bytes).read_bytes() == data, fault
+        assert not proxy.pending, "the fault did not happen"
+        assert file_names(cache) == {blob.sha256} and not file_names(cache, "partial")
 
 
 LASTING_FAULTS = [
@@ -118,19 +116,18 @@ LASTING_FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("fault, words", LASTING_FAULTS, ids=lambda value: getattr(value, "kind", None))
-def test_lasting_fault_is_reported(
-    open_proxied: Opener, proxy: FaultyProxy, blob: Blob, tmp_path: Path, fault: Fault, words: str
-) -> None:
-    store = open_proxied(attempts=2, timeout=timeout_for(fault))
-    proxy.inject(replace(fault, times=FOREVER))
-    with pytest.raises(StoreError, match=words) as caught:
-        store.get(blob.sha256, blob.bytes)
-    assert "\n" not in str(caught.value)
-    assert not file_names(tmp_path / "cache")
-    assert isinstance(caught.value, CorruptBlob) == (fault.kind == "corrupt")
-    proxy.clear()
-    assert len(store.get(blob.sha256, blob.bytes).read_bytes()) == SIZE
+def test_lasting_faults_are_reported(open_proxied: Opener, proxy: FaultyProxy, blob: Blob, tmp_path: Path) -> None:
+    for number, (fault, words) in enumerate(LASTING_FAULTS):
+        cache = tmp_path / f"cache{number}"
+        store = open_proxied(attempts=2, timeout=timeout_for(fault), cache_dir=cache)
+        proxy.inject(replace(fault, times=FOREVER))
+        with pytest.raises(StoreError, match=words) as caught:
+            store.get(blob.sha256, blob.bytes)
+        assert "\n" not in str(caught.value)
+        assert not file_names(cache)
+        assert isinstance(caught.value, CorruptBlob) == (fault.kind == "corrupt")
+        proxy.clear()
+        assert len(store.get(blob.sha256, blob.bytes).read_bytes()) == SIZE
 
 
 def test_broken_body_is_resumed(store: WritableS3Store, proxy: FaultyProxy, blob: Blob) -> None:
@@ -155,25 +152,16 @@ def test_finished_parts_are_kept_between_starts(
     assert proxy.requested_ranges(blob.sha256) == [last]
 
 
-def test_wrong_byte_is_refused_after_one_retry(store: WritableS3Store, proxy: FaultyProxy, blob: Blob) -> None:
-    proxy.inject(Fault("corrupt", times=FOREVER))
-    with pytest.raises(CorruptBlob):
-        store.get(blob.sha256, blob.bytes)
-    assert len(proxy.requested_ranges(blob.sha256)) == 10
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [Fault("drop", at=10, times=2), Fault("corrupt", at=40, times=2), Fault("truncate")],
-    ids=lambda fault: fault.kind,
-)
 def test_damaged_manifest_is_requested_again(
-    store: WritableS3Store, proxy: FaultyProxy, s3: Any, bucket: str, tmp_path: Path, fault: Fault
+    store: WritableS3Store, proxy: FaultyProxy, s3: Any, bucket: str, tmp_path: Path
 ) -> None:
     manifest = releases.draft_release(WritableLocalStore(tmp_path / "local"))
     for key in ("releases/toy/1.json", "records/drafts/x.json"):
         s3.put_object(Bucket=bucket, Key=key, Body=manifest.to_json())
-    for read in (lambda: store.read_release("toy/1"), lambda: store.read_record("drafts", "x")):
+    faults = Fault("drop", at=10, times=2), Fault("corrupt", at=40, times=2), Fault("truncate")
+    for fault, read in itertools.product(
+        faults, (lambda: store.read_release("toy/1"), lambda: store.read_record("drafts", "x"))
+    ):
         proxy.inject(replace(fault))
         assert read() in (manifest, manifest.to_json())
         assert not proxy.pending
@@ -183,26 +171,21 @@ def test_damaged_manifest_is_requested_again(
         proxy.clear()
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
+def test_upload_is_retried(store: WritableS3Store, proxy: FaultyProxy, s3: Any, bucket: str, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    faults = [
         Fault("status", status=503, times=2, method="PUT"),
         Fault("status", status=400, code="BadDigest", times=2, method="PUT"),
         Fault("drop_answer", method="PUT"),
         Fault("drop_answer", method="POST", path="uploads"),
-    ],
-    ids=lambda fault: f"{fault.kind}-{fault.code}-{fault.method}",
-)
-def test_upload_is_retried(
-    store: WritableS3Store, proxy: FaultyProxy, fault: Fault, s3: Any, bucket: str, tmp_path: Path
-) -> None:
-    size = UPLOAD_PART_BYTES + 1000
-    file = tmp_path / "file"
-    file.write_bytes(bytes(size))
-    proxy.inject(replace(fault))
-    digest = store.put(file)
-    assert not proxy.pending
-    assert s3.get_object(Bucket=bucket, Key=f"blobs/sha256/{digest}")["Body"].read() == bytes(size)
+    ]
+    for number, fault in enumerate(faults):
+        content = bytes(UPLOAD_PART_BYTES) + bytes([number]) * 1000
+        file.write_bytes(content)
+        proxy.inject(replace(fault))
+        digest = store.put(file)
+        assert not proxy.pending
+        assert s3.get_object(Bucket=bucket, Key=f"blobs/sha256/{digest}")["Body"].read() == content
 
 
 # -- kill -9 ------------------------------------------------------------------------------------------------------
@@ -294,53 +277,3 @@ def test_waiting_process_replaces_killed_fetcher(
     first.kill()
     first.communicate()
     assert finish(second) == "fetched\n"
-
-
-def test_two_processes_fetch_each_blob_once(
-    environment: dict[str, str], proxy: FaultyProxy, s3: Any, bucket: str
-) -> None:
-    blobs = [upload(s3, bucket, bytes([i]) * 1000) for i in range(6)]
-    environment = environment | {"AWS_ENDPOINT_URL": proxy.url}
-    for process in [start_fetch(bucket, blobs, environment) for _ in range(2)]:
-        assert finish(process) == "opened\nfetched\n"
-    for blob in blobs:
-        assert len(proxy.requested_ranges(blob.sha256)) == 1
-
-
-# -- a full disk --------------------------------------------------------------------------------------------------
-
-FULL = """
-    import subprocess, sys
-    from pathlib import Path
-    from model.errors import StoreError
-    from model.settings import read_settings
-    from model.store.store import open_store
-    from tests.support.cached_blobs import file_names
-
-    root, url, large, size, small = Path(sys.argv[1]), *sys.argv[2:]
-    root.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1500k", "none", str(root)], check=True)
-    store = open_store(url, read_settings().store_options())
-    store.get(small, 5)
-    (root / "ballast").write_bytes(bytes(1_000_000))
-    try:
-        store.get(large, int(size))
-    except StoreError as error:
-        print(error)
-    assert file_names(root) == {small} and not file_names(root, "partial")
-    (root / "ballast").unlink()
-    print(store.get(large, int(size)).stat().st_size)
-"""
-
-
-def test_cache_on_full_disk_stays_valid(
-    environment: dict[str, str], s3: Any, bucket: str, blob: Blob, tmp_path: Path
-) -> None:
-    small, root = upload(s3, bucket, b"small"), tmp_path / "full"
-    process = python(
-        FULL, root, f"s3://{bucket}", blob.sha256, blob.bytes, small.sha256,
-        prefix=own_mounts(), environment=environment | {"PREHEAT_CACHE_DIR": str(root)},
-    )  # fmt: skip
-    message, size = finish(process).splitlines()
-    assert message.startswith(f"The cache {root} is full (No space left on device). Free space on that disk")
-    assert int(size) == SIZE

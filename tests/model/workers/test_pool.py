@@ -125,13 +125,19 @@ def make() -> Iterator[Callable[..., Scene]]:
         scene.pool.close()
 
 
+@pytest.fixture
+def scene(make: Callable[..., Scene]) -> Scene:
+    """A pool of two workers that serve."""
+    scene = make()
+    scene.load()
+    return scene
+
+
 def error_of(job: PoolJob) -> BaseException | None:
     return job.result.exception(TIMEOUT_SECONDS)
 
 
-def test_least_work_decides(make: Callable[..., Scene]) -> None:
-    scene = make()
-    scene.load()
+def test_least_work_decides(scene: Scene) -> None:
     first, second = scene.workers
     scene.submit(num_images=4)
     for _ in range(3):
@@ -139,9 +145,7 @@ def test_least_work_decides(make: Callable[..., Scene]) -> None:
     assert [len(worker.requests) for worker in (first, second)] == [1, 3]
 
 
-def test_images_that_arrived_are_not_repeated(make: Callable[..., Scene]) -> None:
-    scene = make()
-    scene.load()
+def test_images_that_arrived_are_not_repeated(scene: Scene) -> None:
     first, second = scene.workers
     events: list[StepEvent | ImageEvent] = []
     job = scene.pool.submit(params(1, num_images=3), events.append, 2)
@@ -195,23 +199,7 @@ def test_steps_never_go_back_when_a_request_moves(planned: bool, make: Callable[
     assert steps_of(events) == [(step, 12, f"{step if step < 11 else step - 8}") for step in range(1, 13)]
 
 
-def test_total_steps_are_those_of_all_images_after_a_move(make: Callable[..., Scene]) -> None:
-    """The first worker ends after an image, before it has stated the steps."""
-    scene = make()
-    scene.load()
-    first, second = scene.workers
-    job = scene.submit(num_images=3)
-    first.images(first.requests[0], 0)
-    first.end()
-    eventually(lambda: bool(second.requests), "the request at the other worker")
-    second.answer(Planned(second.requests[0].number, 8, 0, []))
-    job.planned.result(TIMEOUT_SECONDS)
-    assert job.steps == 12
-
-
-def test_images_of_a_worker_that_ends_before_it_says_so_suffice(make: Callable[..., Scene]) -> None:
-    scene = make()
-    scene.load()
+def test_images_of_a_worker_that_ends_before_it_says_so_suffice(scene: Scene) -> None:
     job = scene.submit()
     scene.workers[0].images(scene.workers[0].requests[0], 0)
     scene.workers[0].end()
@@ -219,9 +207,7 @@ def test_images_of_a_worker_that_ends_before_it_says_so_suffice(make: Callable[.
     assert not scene.workers[1].requests
 
 
-def test_device_failure_moves_all_requests_at_once(make: Callable[..., Scene]) -> None:
-    scene = make()
-    scene.load()
+def test_device_failure_moves_all_requests_at_once(scene: Scene) -> None:
     first, second = scene.workers
     jobs = [scene.submit() for _ in range(4)]
     first.answer(
@@ -265,19 +251,6 @@ def test_a_worker_that_stood_still_goes_on(make: Callable[..., Scene]) -> None:
     assert job.result.result(TIMEOUT_SECONDS).images and not worker.reason
 
 
-def test_a_worker_that_loads_late_counts_as_loaded(make: Callable[..., Scene]) -> None:
-    """The first one fails, is started again and loads, before the second one fails."""
-    scene = make()
-    first, second = scene.workers
-    first.answer(LoadFailed(EngineError("broken", "")))
-    first.end()
-    eventually(lambda: len(scene.started) == 3, "the second process of the first worker")
-    scene.started[2].load()
-    eventually(scene.pool.healthy, "a worker that serves")
-    second.end()
-    assert scene.pool.wait_ready(ColdStart()) == RELEASE
-
-
 def test_one_worker_that_hangs_in_its_load_stops_nothing(
     make: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,9 +289,7 @@ def test_a_request_that_ends_its_workers_is_given_up(make: Callable[..., Scene])
 
 
 @pytest.mark.parametrize("error", [RequestRefused("prompt", "no."), BrokenImage("image 0 of 1"), RuntimeError("x")])
-def test_error_of_a_request_is_its_answer(error: Exception, make: Callable[..., Scene]) -> None:
-    scene = make()
-    scene.load()
+def test_error_of_a_request_is_its_answer(error: Exception, scene: Scene) -> None:
     job = scene.submit()
     worker = scene.workers[0]
     worker.answer(Failed(worker.requests[0].number, error))
@@ -326,9 +297,7 @@ def test_error_of_a_request_is_its_answer(error: Exception, make: Callable[..., 
     assert not scene.workers[1].requests and not worker.jobs
 
 
-def test_cancelled_request_is_stopped_and_not_moved(make: Callable[..., Scene]) -> None:
-    scene = make()
-    scene.load()
+def test_cancelled_request_is_stopped_and_not_moved(scene: Scene) -> None:
     first, second = scene.workers
     job = scene.submit()
     scene.pool.cancel(job, Cancelled("The client left."))
@@ -353,19 +322,6 @@ def test_queue_is_that_of_all_workers(make: Callable[..., Scene]) -> None:
     scene.submit()
 
 
-def test_worker_is_started_again(make: Callable[..., Scene]) -> None:
-    scene = make(1)
-    scene.load()
-    scene.workers[0].end()
-    eventually(lambda: len(scene.started) == 2, "a second start")
-    with pytest.raises(Unavailable, match="being started again"):
-        scene.submit()
-    scene.started[1].load()
-    eventually(scene.pool.healthy, "a worker that serves")
-    scene.submit()
-    assert len(scene.started[1].requests) == 1
-
-
 @pytest.mark.parametrize("loads", [True, False], ids=["served", "was loading"])
 def test_killed_workers_are_started_again_without_long_pauses(loads: bool, make: Callable[..., Scene]) -> None:
     """A pause that doubles each time would take longer than `eventually` waits for a start."""
@@ -377,8 +333,12 @@ def test_killed_workers_are_started_again_without_long_pauses(loads: bool, make:
             eventually(scene.pool.healthy, "a worker that serves")
         scene.started[-1].end(-signal.SIGKILL)
         eventually(lambda kills=kills: len(scene.started) == kills + 1, "another start", 5)
+        with pytest.raises(Unavailable, match="being started again"):
+            scene.submit()
     scene.started[-1].load()
     eventually(scene.pool.healthy, "a worker that serves")
+    scene.submit()
+    assert len(scene.started[-1].requests) == 1
 
 
 def test_a_kill_during_the_load_is_no_failed_load(make: Callable[..., Scene]) -> None:
@@ -386,19 +346,9 @@ def test_a_kill_during_the_load_is_no_failed_load(make: Callable[..., Scene]) ->
     for worker in scene.workers:
         worker.end(-signal.SIGKILL)
     eventually(lambda: len(scene.started) == 4, "both workers again")
-    scene.started[2].load()
-    scene.started[3].load()
+    for worker in scene.started[2:]:
+        worker.load()
     assert scene.pool.wait_ready(ColdStart()) == RELEASE
-
-
-def test_load_fails_after_repeated_kills(make: Callable[..., Scene]) -> None:
-    """As by a kernel that is out of memory."""
-    scene = make(1)
-    for kills in range(1, 5):
-        scene.started[-1].end(-signal.SIGKILL)
-        eventually(lambda kills=kills: len(scene.started) == kills + 1, "another start")
-    with pytest.raises(WorkerFailed, match="its process ended with exit code -9"):
-        scene.pool.wait_ready(ColdStart())
 
 
 def test_one_worker_that_loads_suffices(make: Callable[..., Scene]) -> None:
@@ -419,18 +369,20 @@ def test_load_fails_with_the_error_of_a_worker(make: Callable[..., Scene]) -> No
         scene.pool.wait_ready(ColdStart())
 
 
-def test_load_fails_if_all_processes_end(make: Callable[..., Scene]) -> None:
+@pytest.mark.parametrize(("kills", "exit_code"), [(0, 70), (4, -signal.SIGKILL)], ids=["ended", "killed repeatedly"])
+def test_load_fails_if_all_processes_end(kills: int, exit_code: int, make: Callable[..., Scene]) -> None:
+    """Repeated kills are like those of a kernel that is out of memory."""
     scene = make(1)
-    scene.workers[0].end()
-    with pytest.raises(
-        WorkerFailed, match="Worker 0 of 1 did not load the release: its process ended with exit code 70"
-    ):
+    scene.started[0].end(exit_code)
+    for number in range(1, kills):
+        eventually(lambda number=number: len(scene.started) == number + 1, "another start")
+        scene.started[-1].end(exit_code)
+    words = f"Worker 0 of 1 did not load the release: its process ended with exit code {int(exit_code)}"
+    with pytest.raises(WorkerFailed, match=words):
         scene.pool.wait_ready(ColdStart())
 
 
-def test_closed_pool_answers_all_requests(make: Callable[..., Scene]) -> None:
-    scene = make()
-    scene.load()
+def test_closed_pool_answers_all_requests(scene: Scene) -> None:
     job = scene.submit()
     scene.pool.close()
     assert isinstance(error_of(job), Unavailable)

@@ -13,7 +13,7 @@ import httpx
 import psutil
 import pytest
 
-from engine_builder.local_server.server import Layout, Server, ServerFailed
+from engine_builder.local_server.server import Layout, Server
 from engine_builder.stores.store import WritableStore
 from model.workers.process import METRICS_SECONDS
 from tests.conftest import READY_SECONDS
@@ -89,6 +89,7 @@ def test_pictures_are_those_of_one_process(server: Server, client: httpx.Client)
     assert described[0] == described[1]
 
 
+@pytest.mark.full
 def test_concurrent_requests_use_both_workers(pool: Server, client: httpx.Client) -> None:
     pids = worker_pids(pool)
 
@@ -104,50 +105,7 @@ def test_concurrent_requests_use_both_workers(pool: Server, client: httpx.Client
     assert min(spent) > 0.2 * max(spent), spent
 
 
-def test_streams_previews_and_images(client: httpx.Client) -> None:
-    request = REQUEST | {"stream": True, "preview_every": 2, "num_images": 2}
-    with client.stream("POST", PREDICT_PATH, json=request) as answer:
-        events = [httpx.Response(200, text=line).json() for line in answer.iter_lines()]
-    kinds = [event["event"] for event in events if event["event"] != "heartbeat"]
-    assert kinds[0] == "accepted" and kinds[-1] == "done" and kinds.count("image") == 2
-    steps = [event for event in events if event["event"] == "step"]
-    assert len(steps) == 12 and {event["steps"] for event in steps} == {events[0]["steps"]} == {12}
-    assert sum("preview" in event for event in steps) == 4
-    whole = client.post(PREDICT_PATH, json=REQUEST | {"num_images": 2})
-    streamed = {event["index"]: pixels(event["data"]) for event in events if event["event"] == "image"}
-    for index in range(2):
-        assert largest_difference(picture(whole, index), streamed[index]) <= 1
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_refuses_what_only_a_worker_can_plan(stream: bool, client: httpx.Client) -> None:
-    """The weight of a prompt is checked when the request is planned."""
-    request = REQUEST | {"prompt": "(word:1000)", "prompt_syntax": "weighted", "stream": stream}
-    answer = client.post(PREDICT_PATH, json=request)
-    assert answer.status_code == 400 and answer.json()["field"] == "prompt", answer.text
-
-
-def test_refuses_requests_beyond_the_queue(client: httpx.Client) -> None:
-    with ThreadPoolExecutor(40) as threads:
-        requests = [REQUEST | {"seed": seed, "num_inference_steps": 20} for seed in range(40)]
-        answers = list(threads.map(lambda request: client.post(PREDICT_PATH, json=request), requests))
-    statuses = [answer.status_code for answer in answers]
-    assert {*statuses} == {200, 429}
-    refused = next(answer for answer in answers if answer.status_code == 429)
-    assert int(refused.headers["Retry-After"]) >= 1 and "this server queues 16" in refused.json()["error"]
-
-
-def test_client_that_leaves_ends_its_request(client: httpx.Client) -> None:
-    before = settled(client, "preheat_cancellations_total")
-    settled(client, "preheat_active_images")
-    with client.stream("POST", PREDICT_PATH, json=LONG | {"stream": True, "num_images": 8}) as answer:
-        lines = answer.iter_lines()
-        next(lines)
-        wait_for_image_in_loop(client)
-    eventually(lambda: metric(client, "preheat_cancellations_total") == before + 1, "the cancellation")
-    eventually(lambda: metric(client, "preheat_active_images") == 0, "empty loops")
-
-
+@pytest.mark.full
 def test_metrics_add_the_workers_and_keep_ended_ones(pool: Server, client: httpx.Client) -> None:
     images, steps = (settled(client, f"preheat_{name}_total") for name in ("images", "steps"))
     for seed in range(2):
@@ -160,12 +118,6 @@ def test_metrics_add_the_workers_and_keep_ended_ones(pool: Server, client: httpx
     assert metric(client, "preheat_healthy") == 0
     assert metric(client, "preheat_images_total") == images + 2
     assert metric(client, "preheat_cold_start_seconds") > 0
-
-
-def test_a_release_that_no_worker_can_load_is_named(layout: Layout, store: WritableStore, tmp_path: Path) -> None:
-    with pytest.raises(ServerFailed, match="Release tiny-sdxl/999 was not found"):
-        with started(layout, store, "tiny-sdxl/999", tmp_path):
-            pass
 
 
 def busy_worker(server: Server) -> int:
@@ -188,7 +140,7 @@ def begin_long_request(client: httpx.Client, threads: ThreadPoolExecutor) -> Any
     return answer
 
 
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("sent", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)])
 def test_another_worker_answers_for_one_that_ends(sent: int, pool: Server, client: httpx.Client) -> None:
     expected = client.post(PREDICT_PATH, json=LONG)
     moved_before = moved(pool)
@@ -201,6 +153,7 @@ def test_another_worker_answers_for_one_that_ends(sent: int, pool: Server, clien
         assert largest_difference(picture(got, index), picture(expected, index)) <= 1
 
 
+@pytest.mark.full
 def test_stream_has_each_image_once_after_the_end_of_a_worker(pool: Server, client: httpx.Client) -> None:
     """The request has so many images that the last ones wait for the first."""
     request = REQUEST | {"num_images": 8, "num_inference_steps": 20, "stream": True, "width": 256, "height": 256}
@@ -224,6 +177,7 @@ def test_stream_has_each_image_once_after_the_end_of_a_worker(pool: Server, clie
             assert largest_difference(pixels(event["data"]), picture(whole, event["index"])) <= 1
 
 
+@pytest.mark.full
 def test_without_workers_requests_are_unavailable_until_one_is_back(pool: Server, client: httpx.Client) -> None:
     with ThreadPoolExecutor(1) as threads:
         answer = begin_long_request(client, threads)
@@ -238,6 +192,7 @@ def test_without_workers_requests_are_unavailable_until_one_is_back(pool: Server
     assert client.post(PREDICT_PATH, json=REQUEST).status_code == 200
 
 
+@pytest.mark.full
 def test_workers_end_with_a_killed_server(layout: Layout, store: WritableStore, release: str, tmp_path: Path) -> None:
     with started(layout, store, release, tmp_path) as running:
         workers = worker_pids(running)
