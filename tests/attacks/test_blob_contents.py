@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from model.errors import CorruptBlob, EngineError, ManifestError, MissingComponent
+from model.errors import CorruptBlob, EngineError, MissingComponent
 from model.weights.safetensors_header import HEADER_LIMIT
 from tests.attacks.conftest import AttackedRelease
 from tests.support import releases
@@ -101,11 +101,6 @@ def test_refuses_entry_outside_the_folder(attacked: AttackedRelease) -> None:
         attacked.entries["engines"][2]["blob"] = attacked.put(package)
         attacked.assert_refused(EngineError, "leads out of the folder it is unpacked in")
         assert not escaped.exists()
-
-
-def test_refuses_package_too_large_for_memory(attacked: AttackedRelease) -> None:
-    attacked.entries["engines"][2]["blob"] = {"sha256": "0" * 64, "bytes": 2**28 + 1}
-    attacked.assert_refused(ManifestError, "the engine has more than 268435456 bytes")
 
 
 # -- maps of constants: torch's loader checks no name, shape or dtype, and would read beyond a tensor's end ------------

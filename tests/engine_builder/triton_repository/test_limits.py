@@ -47,35 +47,20 @@ def test_only_so_many_requests_and_bytes_wait_to_be_read() -> None:
 
 @pytest.mark.parametrize("left, seconds, kind", [(True, float("inf"), Cancelled), (False, 0.01, DeadlineExceeded)])
 def test_watch_cancels_once(left: bool, seconds: float, kind: type[PreheatError]) -> None:
-    watch, answer, cancellation = Watch(seconds), FakeAnswer(), Cancellation()
-    answer.left = left
-    watch.add(answer, cancellation)  # type: ignore[arg-type]
-    assert cancellation.reported.wait(30)
-    other, next_round = FakeAnswer(), Cancellation()
-    other.left, other.arrival = left, answer.arrival
-    watch.add(other, next_round)  # type: ignore[arg-type]
+    """Not those that are answered, and also after a failed check of another one."""
+    watch, cancellations = Watch(seconds), [Cancellation() for _ in range(4)]
+    answers = [FakeAnswer() for _ in cancellations]
+    broken, answered, *others = answers
+    broken.failure = RuntimeError("no answer from Triton")
+    answered.ended = True
+    for answer, cancellation in zip(answers, cancellations, strict=True):
+        answer.left = left
+        watch.add(answer, cancellation)  # type: ignore[arg-type]
+    assert all(cancellation.reported.wait(30) for cancellation in (cancellations[0], *cancellations[2:]))
+    late, next_round = FakeAnswer(), Cancellation()
+    late.left = left
+    watch.add(late, next_round)  # type: ignore[arg-type]
     assert next_round.reported.wait(30)
     watch.close()
-    assert [type(error) for error in cancellation.errors] == [kind]
-
-
-def test_watch_leaves_answered_requests_alone() -> None:
-    watch, answered, cancellation = Watch(0.0), FakeAnswer(), Cancellation()
-    answered.ended = True
-    watch.add(answered, cancellation)  # type: ignore[arg-type]
-    late, reported = FakeAnswer(), Cancellation()
-    watch.add(late, reported)  # type: ignore[arg-type]
-    assert reported.reported.wait(30)
-    watch.close()
-    assert not cancellation.errors
-
-
-def test_watch_goes_on_after_a_failed_check() -> None:
-    watch, broken, left, first, second = Watch(float("inf")), FakeAnswer(), FakeAnswer(), Cancellation(), Cancellation()
-    broken.failure = RuntimeError("no answer from Triton")
-    watch.add(broken, first)  # type: ignore[arg-type]
-    assert first.reported.wait(30) and "no answer from Triton" in str(first.errors[0])
-    left.left = True
-    watch.add(left, second)  # type: ignore[arg-type]
-    assert second.reported.wait(30)
-    watch.close()
+    assert not cancellations[1].errors and len(cancellations[0].errors) == 1
+    assert [type(error) for cancellation in cancellations[2:] for error in cancellation.errors] == [kind] * len(others)

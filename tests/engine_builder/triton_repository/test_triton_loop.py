@@ -144,7 +144,13 @@ def test_request_of_a_client_that_left_is_cancelled(triton: TritonServer) -> Non
         time.sleep(0.1)
 
 
-def test_refuses_with_the_field_of_the_request(triton: TritonServer) -> None:
+def test_refuses_fields_versions_and_large_bodies(triton: TritonServer, release: str) -> None:
+    """The version in the URL chooses the release."""
+    version = release.partition("/")[2]
+    [(event, _)] = call(triton, request(0), version=version)
+    assert event["release"] == release
+    with pytest.raises(CallFailed, match="version"):
+        call(triton, request(0), version=str(int(version) + 1))
     with pytest.raises(CallFailed, match="seed: got -2, expected"):
         call(triton, {"prompt": "a", "seed": -2})
     with pytest.raises(CallFailed, match="height: 72 is not served"):

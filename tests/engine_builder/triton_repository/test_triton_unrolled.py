@@ -160,6 +160,7 @@ def compare_alone_and_merged(server: TritonServer, loaded: Loaded, requests: lis
     return alone
 
 
+@pytest.mark.full
 def test_images_from_images_are_those_of_the_truss_server(triton: TritonServer, loaded: Loaded) -> None:
     """Alone, and merged with images of other strengths and of text only."""
     alone = compare_alone_and_merged(triton, loaded, [*map(with_image, range(6)), request(0)])
@@ -188,6 +189,7 @@ def test_images_with_controls_are_those_of_the_truss_server(
                 call(server, request(0) | {name: content})
 
 
+@pytest.mark.full
 def test_refuses_what_an_image_lacks(triton: TritonServer) -> None:
     for fields, reason in (
         ({"strength": np.array([0.5], np.float32)}, "strength: needs input_image"),
@@ -200,19 +202,16 @@ def test_refuses_what_an_image_lacks(triton: TritonServer) -> None:
             call(triton, request(0) | fields)
 
 
-def test_merges_requests_into_batches(triton: TritonServer) -> None:
+@pytest.mark.full
+def test_merges_requests_into_batches(triton: TritonServer, loaded: Loaded) -> None:
     requests = [request(0) | {"seed": seed, "guidance_scale": 2.0 + seed} for seed in range(8)]
-    alone = [call(triton, values) for values in requests]
-    names = ("nv_inference_count", "nv_inference_exec_count")
-    before = [triton.metric(name, "denoiser") for name in names]
-    with ThreadPoolExecutor(len(requests)) as pool:
-        together = list(pool.map(lambda values: call(triton, values), requests))
-    images, runs = (triton.metric(name, "denoiser") - count for name, count in zip(names, before, strict=True))
-    assert images == 8 * STEPS and runs <= images / 2
-    for one, merged in zip(alone, together, strict=True):
-        assert np.abs(one - merged).max() <= 1
+    before = triton.metric("nv_inference_exec_count", "denoiser")
+    compare_alone_and_merged(triton, loaded, requests)
+    runs = triton.metric("nv_inference_exec_count", "denoiser") - before
+    assert runs <= len(requests) * STEPS * 1.5, "one run for each image alone, and at most half as many together"
 
 
+@pytest.mark.full
 def test_sd_images_are_those_of_the_truss_server(installed: Path, sd_store: WritableStore, tmp_path: Path) -> None:
     """Each step of an ancestral sampler draws noise. Triton's stateless step draws it again from the seed."""
     manifest = sd_store.read_release("toy-sd/1")
@@ -227,29 +226,19 @@ def test_sd_images_are_those_of_the_truss_server(installed: Path, sd_store: Writ
             assert np.abs(call(server, values) - expected(loaded, values)).max() <= 1
 
 
-def denoiser_inputs(triton: TritonServer) -> list[tuple[str, str, NDArray[Any]]]:
-    """Return the denoiser's inputs by name, Triton's datatype and content: the first step of latents of 1."""
+def predict_noise(triton: TritonServer, version: int, **changed: int) -> httpx.Response:
+    """Ask one version of the UNet, chosen by the URL, for the first step of latents of 1. `changed`: other inputs."""
     config = httpx.get(f"http://{triton.http}/v2/models/denoiser/config", trust_env=False).json()
-    types = {"TYPE_FP32": np.float32, "TYPE_FP16": np.float16, "TYPE_INT32": np.int32}
     inputs = []
     for entry in config["input"]:
-        content = np.full([1, *map(int, entry["dims"])], entry["name"] in ("latents", "coefficients", "end"))
-        datatype = entry["data_type"]
-        inputs.append((entry["name"], datatype.removeprefix("TYPE_"), content.astype(types[datatype])))
-    return inputs
-
-
-def predict_noise(triton: TritonServer, version: int) -> list[float]:
-    """Return the prediction of one version of the UNet, chosen by the URL."""
-    inputs = [
-        {"name": name, "shape": content.shape, "datatype": datatype, "data": content.ravel().tolist()}
-        for name, datatype, content in denoiser_inputs(triton)
-    ]
+        name, shape = entry["name"], [1, *map(int, entry["dims"])]
+        value = changed.get(name, int(name in ("latents", "coefficients", "end")))
+        data = [value] * int(np.prod(shape))
+        inputs.append(
+            {"name": name, "shape": shape, "datatype": entry["data_type"].removeprefix("TYPE_"), "data": data}
+        )
     url = f"http://{triton.http}/v2/models/denoiser/versions/{version}/infer"
-    answer = httpx.post(url, json={"inputs": inputs}, timeout=60, trust_env=False).json()
-    assert answer["model_version"] == str(version)
-    data: list[float] = answer["outputs"][0]["data"]
-    return data
+    return httpx.post(url, json={"inputs": inputs}, timeout=60, trust_env=False)
 
 
 def test_numbers_are_the_decimals_that_were_sent() -> None:
@@ -258,47 +247,17 @@ def test_numbers_are_the_decimals_that_were_sent() -> None:
         assert shortest_decimal(float(np.float32(number))) == number
 
 
-@pytest.mark.parametrize(
-    "options, reason",
-    [
-        (["--control=edges"], "'edges' is not NAME=VALUE"),
-        (["--control=edges=a.png", "--control=edges=a.png"], "edges is named twice"),
-        (["--control-scale=edges=1"], "edges has no control image"),
-        (["--control=edges=a.png", "--control-mode=edges=x"], "'x' is not a number"),
-    ],
-)
-def test_client_refuses_options_of_controls(
-    options: list[str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Image.fromarray(picture(0)).save("a.png")
-    ran = CliRunner().invoke(app, ["triton-client", "a", *options])
-    assert ran.exit_code == 2 and reason in ran.output
-
-
+@pytest.mark.full
 def test_two_unets_are_served_side_by_side(both_versions: TritonServer) -> None:
-    assert all(both_versions.ready("denoiser", version) for version in (1, 2))
-    assert predict_noise(both_versions, 1) != predict_noise(both_versions, 2)
+    answers = [predict_noise(both_versions, version).json() for version in (1, 2)]
+    assert [answer["model_version"] for answer in answers] == ["1", "2"]
+    assert answers[0]["outputs"][0]["data"] != answers[1]["outputs"][0]["data"]
     for name, version in ((PIPELINE, 2), (f"{PIPELINE}_v1", 1)):
         config = (both_versions.repository / name / "config.pbtxt").read_text()
         assert set(re.findall(r"model_version: (\d+)", config)) == {str(version)}
-
-
-@pytest.mark.parametrize("name, value", [("step", STEPS), ("step", -1), ("end", STEPS + 1)])
-def test_refuses_a_step_that_does_not_exist(both_versions: TritonServer, name: str, value: int) -> None:
-    inputs = denoiser_inputs(both_versions)
-    sent = [
-        {
-            "name": entry,
-            "shape": content.shape,
-            "datatype": datatype,
-            "data": [value] if entry == name else content.ravel().tolist(),
-        }
-        for entry, datatype, content in inputs
-    ]
-    url = f"http://{both_versions.http}/v2/models/denoiser/versions/1/infer"
-    answer = httpx.post(url, json={"inputs": sent}, timeout=60, trust_env=False)
-    assert answer.status_code >= 400 and f"{name}: is not" in answer.json()["error"]
+    for name, value in (("step", STEPS), ("step", -1), ("end", STEPS + 1)):
+        answer = predict_noise(both_versions, 1, **{name: value})
+        assert answer.status_code >= 400 and f"{name}: is not" in answer.json()["error"]
 
 
 @pytest.mark.full
@@ -313,6 +272,7 @@ def test_client_repaints_an_image(triton: TritonServer, tmp_path: Path) -> None:
     assert (np.asarray(Image.open(out), np.int16) == call(triton, values)).all()
 
 
+@pytest.mark.full
 def test_refuses_to_load_with_a_safety_setting(
     installed: Path, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -321,23 +281,10 @@ def test_refuses_to_load_with_a_safety_setting(
         assert "PREHEAT_SAFETY is flag, and the unrolled pipeline has no safety checker" in server.load("vae_decoder")
 
 
-def test_missing_blob_fails_with_its_reason(triton: TritonServer, repository: Path) -> None:
-    blob = max((repository / "vae_decoder").glob("*/store/blobs/sha256/*"), key=lambda path: path.stat().st_size)
-    before = call(triton, request(0))
-    moved = blob.rename(repository.parent / blob.name)
-    config = repository / "vae_decoder" / "config.pbtxt"
-    config.write_text(config.read_text() + "\n")  # Triton loads a model again only if it has changed
-    error = triton.load("vae_decoder")
-    moved.rename(blob)
-    assert "vae_decoder" in error and blob.name[:12] in error
-    assert triton.ready("denoiser") and triton.load("vae_decoder") == ""
-    assert (call(triton, request(0)) == before).all()
-
-
-@pytest.mark.parametrize("steps", [0, 1001])
-def test_refuses_a_number_of_steps(steps: int, store: WritableStore, release: str) -> None:
-    with pytest.raises(RepositoryError, match=f"{steps} steps are not possible"):
-        unrolled_repository(read_releases(store, [release]), steps)
+def test_refuses_a_number_of_steps(store: WritableStore, release: str) -> None:
+    for steps in (0, 1001):
+        with pytest.raises(RepositoryError, match=f"{steps} steps are not possible"):
+            unrolled_repository(read_releases(store, [release]), steps)
 
 
 def test_every_model_links_only_its_own_weights(repository: Path, store: WritableStore, release: str) -> None:

@@ -1,6 +1,11 @@
 """A loaded release: its target, sizes, weights, variants and graphs."""
 
 import copy
+import gc
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -9,13 +14,14 @@ from safetensors.torch import save
 
 from engine_builder.stores.local import WritableLocalStore
 from model.cold_start import ColdStart
-from model.engines.graphed import GraphedEngine
-from model.engines.tensorrt.plans import Plans
-from model.loading.load import load_release, open_engine
+from model.errors import PreheatError
+from model.loading.load import load_release
 from model.loading.select import select
 from model.loading.served import SizeList, SizeRange
+from model.model import Model
+from model.pipeline.loaded_model import LoadedModel
 from model.settings import ServedBucket
-from model.store.manifest import Bucket, TensorRTPlan
+from model.store.manifest import Bucket
 from tests.model.loading.helpers import (
     UNET,
     VAE_ENCODER,
@@ -28,13 +34,13 @@ from tests.model.loading.helpers import (
 )
 from tests.support import releases
 from tests.support.components import BASE_COMPONENTS, REFINER_COMPONENTS, UNET_VARIANTS
-from tests.support.linear_networks import Stub
-from tests.support.releases import RELEASE_NAME, TOY_SIGNATURE, Toy, cpu_target, put_blob
+from tests.support.releases import RELEASE_NAME, Toy, cpu_target, put_blob
 
 
 def test_serves_a_release(valid_store: WritableLocalStore) -> None:
     cold_start = ColdStart()
-    loaded = load_release(valid_store, RELEASE_NAME, [cpu_target()], [], cold_start)
+    unknown = replace(cpu_target(), product="x86_64_v9")  # a better CPU, for which the release has no engines
+    loaded = load_release(valid_store, RELEASE_NAME, [unknown, cpu_target()], [], cold_start)
     assert (loaded.release, loaded.target, loaded.runtime) == (RELEASE_NAME, cpu_target().key, "aot_inductor")
     assert loaded.served.sizes == SizeRange(64, 512, 8) and not loaded.served.has_refiner
     assert loaded.served.defaults.num_inference_steps == 4
@@ -82,11 +88,6 @@ def test_loads_a_release_without_a_vae_encoder(store: WritableLocalStore, entrie
         assert loaded.served.image_sizes is None and "vae_encoder" not in loaded.model.engines
 
 
-def test_runs_engines_of_a_lower_cpu_level(valid_store: WritableLocalStore) -> None:
-    better = replace(cpu_target(), product="x86_64_v9")
-    assert load(valid_store, targets=[better, cpu_target()]).target == cpu_target().key
-
-
 def test_configured_buckets_limit_the_sizes(valid_store: WritableLocalStore) -> None:
     buckets = [ServedBucket(height=64, width=64, rows=2), ServedBucket(height=128, width=256, rows=2)]
     assert load(valid_store, buckets=buckets).served.sizes == SizeList(((64, 64), (256, 128)))
@@ -105,18 +106,6 @@ def test_each_engine_gets_the_weights_of_its_layout(store: WritableLocalStore, e
     x = torch.randn(1, 4, 8, 8)
     torch.testing.assert_close(first.run({"x": x})["y"], Toy(UNET)(x)[0])
     torch.testing.assert_close(other.run({"x": x})["y"], Toy(77)(x)[0])
-
-
-def test_serves_quantized_engines_only_without_better_ones(store: WritableLocalStore, entries: Entries) -> None:
-    for record in (entries["engines"][UNET], entries["weights"][UNET]):
-        record["precision"] = "int8"
-    releases.write_manifest(store.root, entries)
-    assert load(store).release == RELEASE_NAME
-    # The release has no fp8 weights, so it loads only if this engine is not chosen.
-    fp8 = copy.deepcopy(entries["engines"][3]) | {"precision": "fp8", "key": "0" * 64}
-    entries["engines"].insert(0, fp8)
-    releases.write_manifest(store.root, entries)
-    assert load(store).release == RELEASE_NAME
 
 
 def test_static_engines_serve_their_common_sizes(store: WritableLocalStore, entries: Entries) -> None:
@@ -185,22 +174,49 @@ def test_ignores_the_unconditional_unet_of_an_earlier_build(store: WritableLocal
     assert loaded.weight_bytes == plain.weight_bytes and loaded.served.sizes == plain.served.sizes
 
 
-class StubPlans(Plans):
-    """Opens a stub for every engine."""
-
-    def open(self, record, weights, stream):  # type: ignore[no-untyped-def]
-        return Stub(record.component, TOY_SIGNATURE)
+def count_loaded_models() -> int:
+    return sum(isinstance(tracked, LoadedModel) for tracked in gc.get_objects())
 
 
-@pytest.mark.parametrize("kind", ["cuda", "cpu"])
-def test_gpu_engines_outside_the_loops_run_as_graphs(kind: str, store: WritableLocalStore) -> None:
-    """The loops capture their engines in graphs of their own, and a graph cannot be captured within a graph."""
-    record, device = releases.draft_release(store).engines[0], torch.device(kind)
-    plan = TensorRTPlan(profile=0, literals=record.constants, onnx=record.constants, refit="any", workspace_bytes=0)
-    graphed, names = set(), {*BASE_COMPONENTS, *REFINER_COMPONENTS, *UNET_VARIANTS}
-    for name in names:
-        of_component = record.model_copy(update={"component": name, "tensorrt": plan})
-        engine = open_engine({}, of_component, {}, device, StubPlans(store, device))
-        assert engine.component == name
-        graphed |= {name} if isinstance(engine, GraphedEngine) else set()
-    assert graphed == (names - {"unet", "refiner_unet", *UNET_VARIANTS} if kind == "cuda" else set())
+class FailureHandler(logging.Handler):
+    """At each log line of a failed load, records if garbage collection is on, and the number of loaded models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.errors: list[str] = []
+        self.collecting: list[bool] = []
+        self.loaded_models: list[int] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.errors.append(json.loads(record.getMessage())["error"])
+        self.collecting.append(gc.isenabled())
+        self.loaded_models.append(count_loaded_models())
+
+
+@pytest.fixture
+def failures() -> Iterator[FailureHandler]:
+    handler, logger = FailureHandler(), logging.getLogger("preheat")
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+
+
+def test_garbage_collection_pauses_during_a_load(failures: FailureHandler) -> None:
+    with pytest.raises(PreheatError, match="No store is configured"):
+        Model(config={}).load()
+    assert failures.collecting == [False] and gc.isenabled()
+
+
+def test_memory_of_a_failed_load_is_freed_before_the_next(
+    valid_store: WritableLocalStore, failures: FailureHandler
+) -> None:
+    """The release loads, and its warm-up fails, because its networks are not those of an SDXL."""
+    gc.collect()
+    before = count_loaded_models()
+    model = Model(config={"model_metadata": {"preheat": {"store": valid_store.url, "release": RELEASE_NAME}}})
+    for _ in range(2):
+        gc.disable()  # so that only the load itself frees the memory
+        with suppress(PreheatError):
+            model.load()
+    assert [number - before for number in failures.loaded_models] == [1, 1]
+    assert [error.partition(".")[0] for error in failures.errors] == ["The text_encoder engines cannot be used"] * 2

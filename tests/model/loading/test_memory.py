@@ -72,10 +72,8 @@ def test_counts_the_buffers_of_all_loops(tmp_path: Path) -> None:
     for batch, side in ((1, 64), (2, 64), (8, 64), (4, 128)):
         sides = Span(min=side, max=side)
         bucket = Bucket(batch=Span(min=batch, max=batch), height=sides, width=sides)
-        key = f"{len(unets):064x}"
-        unets.append(
-            dynamic.model_copy(update={"key": key, "bucket": bucket, "signature": unet_signature(widths, "float32")})
-        )
+        changes = {"key": f"{len(unets):064x}", "bucket": bucket, "signature": unet_signature(widths, "float32")}
+        unets.append(dynamic.model_copy(update=changes))
     buffers = loop_bytes({"unet": unets})
     texts = (8 + 4) * (2 * 77 * 166_400 + MAX_STEPS * 1280) * 4
     assert texts < buffers < 1.01 * texts

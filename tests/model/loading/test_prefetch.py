@@ -1,9 +1,6 @@
 """The prefetch fetches exactly the blobs that a load reads, nothing of an untrusted release, and imports no torch."""
 
 import json
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +12,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from engine_builder.releases import signing
 from engine_builder.stores.local import WritableLocalStore
 from model.cold_start import ColdStart
-from model.engines.tensorrt.libraries import LIBRARIES, TENSORRT_RTX
-from model.errors import ConfigError, ReleaseNotFound, StoreError
+from model.engines.tensorrt.libraries import TENSORRT_RTX
+from model.errors import ConfigError, StoreError
 from model.loading.load import load_release
 from model.loading.prefetch import Prefetch
 from model.loading.select import select
@@ -28,7 +25,6 @@ from model.store.sink import Sink
 from tests.support import releases
 from tests.support.fake_tensorrt import RTX_VERSION, install_distribution
 from tests.support.releases import RELEASE_NAME, cpu_target
-from tests.support.repository import REPOSITORY
 
 
 @pytest.fixture
@@ -114,14 +110,6 @@ def test_fetches_all_blobs_and_reads_none(store: WritableLocalStore) -> None:
     assert load_release(opened, RELEASE_NAME, [cpu_target()], [], ColdStart()).release == RELEASE_NAME
 
 
-@pytest.mark.parametrize("runtime", ["aot_inductor", *LIBRARIES, "fastest"])
-def test_fetches_for_the_configured_runtime(store: WritableLocalStore, runtime: str) -> None:
-    """Without a GPU no plan can run, so a library of plans fetches nothing. The load then reports the error."""
-    recording = RecordingStore(store.root)
-    run_prefetch(recording, runtime=runtime)
-    assert bool(recording.fetched) == (runtime not in LIBRARIES)
-
-
 def test_fetches_no_weights_for_a_plan_that_holds_them(
     store: WritableLocalStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -149,13 +137,12 @@ def test_fetches_nothing_of_an_untrusted_release(store: WritableLocalStore) -> N
     assert recording.fetched
 
 
-@pytest.mark.parametrize("release", ["toy/9", "../x", ""])
-def test_leaves_errors_to_the_load(store: WritableLocalStore, release: str) -> None:
-    recording = RecordingStore(store.root)
-    opened = run_prefetch(recording, release=release).store()
-    assert not recording.fetched
-    with pytest.raises(ReleaseNotFound):
-        opened.read_release("toy/9")
+def test_leaves_errors_to_the_load(store: WritableLocalStore) -> None:
+    """Without a GPU no plan can run, so a library of plans fetches nothing."""
+    for settings in ({"release": "toy/9"}, {"release": "../x"}, {"release": ""}, {"runtime": "tensorrt"}):
+        recording = RecordingStore(store.root)
+        opened = run_prefetch(recording, **settings).store()
+        assert opened is recording and not recording.fetched
 
 
 @pytest.mark.parametrize(
@@ -167,22 +154,3 @@ def test_every_call_reports_an_invalid_store(url: str, kind: type[Exception], wo
     for _ in range(2):
         with pytest.raises(kind, match=words):
             prefetch.store()
-
-
-def test_opens_the_configured_store_without_torch(store: WritableLocalStore) -> None:
-    script = """
-        import sys
-        from model.loading.prefetch import Prefetch
-        from model.settings import read_settings
-
-        prefetch = Prefetch(read_settings({"store": sys.argv[1], "release": "toy/1"}), {})
-        prefetch.wait()
-        prefetch.store().read_release("toy/1")
-        print(sorted(name for name in ("torch", "numpy", "boto3") if name in sys.modules))
-    """
-    ran = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), store.url],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.strip() == "[]"

@@ -109,47 +109,35 @@ def test_plans_of_a_gpu(install: Install) -> None:
         assert [target.key for target in list_targets("fastest", [gpu])] == [*own, rtx, gpu.key]
 
 
-@pytest.mark.parametrize("library", [TENSORRT, TENSORRT_RTX], ids=lambda library: library.title)
-def test_refuses_plans_without_a_gpu(library: Library, install: Install) -> None:
+def test_refuses_plans_without_a_gpu(install: Install) -> None:
     install(RTX_VERSION, TENSORRT_RTX)
-    with pytest.raises(TensorRTUnavailable, match=f"^{library.title} needs an NVIDIA GPU, and this machine has none"):
-        list_targets(library.runtime, [CPU])
+    for library in (TENSORRT, TENSORRT_RTX):
+        words = f"^{library.title} needs an NVIDIA GPU, and this machine has none"
+        with pytest.raises(TensorRTUnavailable, match=words):
+            list_targets(library.runtime, [CPU])
 
 
 @pytest.mark.parametrize(
-    ("version", "words"),
-    [(None, "configured, and TensorRT is not installed"), ("10.3.0", "TensorRT 10.3.0 is not supported")],
-)
-def test_refuses_tensorrt_that_cannot_be_used(version: str | None, words: str, install: Install) -> None:
-    install(version)
-    with pytest.raises(TensorRTUnavailable, match=words):
-        list_targets("tensorrt", [GPU])
-    assert list_targets("fastest", [GPU]) == [GPU]
-
-
-@pytest.mark.parametrize(
-    ("gpu", "version", "cuda", "words"),
+    ("library", "gpu", "version", "cuda", "words"),
     [
-        (A10G, None, (13, 0), "runtime tensorrt-rtx is configured, and TensorRT-RTX is not installed here"),
-        (A10G, "1.6.0.1", (13, 0), "TensorRT-RTX 1.6.0.1 is not supported"),
-        (A10G, RTX_VERSION, (12, 8), "TensorRT-RTX needs a driver for CUDA 13.0 or later, .* supports CUDA 12.8"),
-        (GPU, RTX_VERSION, (13, 0), "TensorRT-RTX does not support the GPU h200 .compute capability 9.0."),
+        (TENSORRT, GPU, None, (13, 0), "configured, and TensorRT is not installed"),
+        (TENSORRT, GPU, "10.3.0", (13, 0), "TensorRT 10.3.0 is not supported"),
+        (TENSORRT_RTX, A10G, None, (13, 0), "runtime tensorrt-rtx is configured, and TensorRT-RTX is not installed"),
+        (TENSORRT_RTX, A10G, "1.6.0.1", (13, 0), "TensorRT-RTX 1.6.0.1 is not supported"),
+        (TENSORRT_RTX, A10G, RTX_VERSION, (12, 8), "needs a driver for CUDA 13.0 or later, .* supports CUDA 12.8"),
+        (TENSORRT_RTX, GPU, RTX_VERSION, (13, 0), "does not support the GPU h200 .compute capability 9.0."),
     ],
-    ids=["missing", "version", "driver", "GPU"],
 )
-def test_refuses_rtx_that_cannot_be_used(
-    gpu: Target,
-    version: str | None,
-    cuda: tuple[int, int],
-    words: str,
-    install: Install,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    install(version, TENSORRT_RTX)
+def test_refuses_a_library_that_cannot_be_used(
+    library: Library, gpu: Target, version: str | None, cuda: tuple[int, int], words: str,
+    install: Install, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    install(version, library)
     monkeypatch.setattr(runtimes, "driver_cuda_version", lambda: cuda)
     with pytest.raises(TensorRTUnavailable, match=words):
-        list_targets("tensorrt-rtx", [gpu])
-    assert not [target for target in list_targets("fastest", [gpu]) if "rtx" in target.key]
+        list_targets(library.runtime, [gpu])
+    tag = "trt" if library is TENSORRT else "rtx"
+    assert not [target for target in list_targets("fastest", [gpu]) if tag in target.key]
 
 
 def test_kept_kernels_are_of_this_gpu_driver_and_library(
@@ -235,18 +223,10 @@ def test_compares_the_precision_that_is_served(draft: Manifest) -> None:
     plans = engines_for(draft, PLANS, 5.0, precision=FP16)
     for both in ((fp16, fp32), (fp32, fp16)):
         assert first_for_gpu(release_of(draft, *both, plans)) == GPU
-
-
-def test_target_without_the_configured_precision_is_not_first(draft: Manifest) -> None:
-    fp8 = [replace_precision(engine) for engine in engines_for(draft, GPU.key, 2.0, precision=FP16)]
+    fp8 = [engine.model_copy(update={"precision": FP8}) if engine.component == "unet" else engine for engine in fp16]
     release = release_of(draft, engines_for(draft, PLANS, 1.0, precision=FP16), fp8)
     assert first_for_gpu(release).key == PLANS
     assert sort_fastest_first(release, list_targets("fastest", [GPU]), BASE_COMPONENTS, precision=FP8)[0] == GPU
-
-
-def replace_precision(engine: EngineRecord) -> EngineRecord:
-    """Return a UNet's engine in FP8, and others unchanged."""
-    return engine.model_copy(update={"precision": FP8}) if engine.component == "unet" else engine
 
 
 def test_targets_of_one_runtime_keep_their_order(draft: Manifest) -> None:
@@ -310,13 +290,11 @@ def test_refuses_plans_of_another_tensorrt_by_version(draft: Manifest) -> None:
 def test_versions_belong_to_their_library(draft: Manifest) -> None:
     plans = engines_for(draft, "cuda-sm86-rtx1.7", None)
     check_plan_versions(draft, plans, {"tensorrt-rtx": RTX_VERSION})
-    with pytest.raises(
-        NoEngineForTarget, match=f"plans of TensorRT-RTX {RTX_VERSION}, and this machine has none"
-    ) as caught:
-        check_plan_versions(draft, plans, {"tensorrt": RTX_VERSION, "tensorrt-rtx": None})
-    assert "`preheat build --runtime tensorrt-rtx --gpu GPU`" in str(caught.value)
-    with pytest.raises(NoEngineForTarget, match="this machine has none"):
-        check_plan_versions(draft, plans)  # it is not installed
+    words = f"plans of TensorRT-RTX {RTX_VERSION}, and this machine has none"
+    for versions in ({"tensorrt": RTX_VERSION, "tensorrt-rtx": None}, None):  # None: it is not installed
+        with pytest.raises(NoEngineForTarget, match=words) as caught:
+            check_plan_versions(draft, plans, versions)
+        assert "`preheat build --runtime tensorrt-rtx --gpu GPU`" in str(caught.value)
 
 
 def test_identical_refit_takes_its_own_weights_only(draft: Manifest) -> None:
@@ -324,26 +302,24 @@ def test_identical_refit_takes_its_own_weights_only(draft: Manifest) -> None:
         WeightsRecord(component="unet", precision=FP16, layout="plain", blobs=(Blob(sha256=c * 64, bytes=1),))
         for c in "bc"
     )
-    identical = PLAN.model_copy(update={"refit": "identical", "weights": own.identity})
-    bound, free = (
-        draft.engines[0].model_copy(update={"tensorrt": plan, "runtime": "tensorrt"}) for plan in (identical, PLAN)
-    )
-    check_refit(bound, own)
-    check_refit(free, other)
+
+    def engine(runtime: str, **plan: Any) -> EngineRecord:
+        return draft.engines[0].model_copy(update={"tensorrt": PLAN.model_copy(update=plan), "runtime": runtime})
+
+    check_refit(engine("tensorrt"), other)
     check_refit(draft.engines[0], other)
-    with pytest.raises(
-        EngineError, match="takes only the weights it was built with, and the release has others.*--refit any"
+    for runtime, refit, words in (
+        ("tensorrt", "identical", "takes only the weights it was built with, and the release has others.*--refit any"),
+        (
+            "tensorrt-rtx",
+            "none",
+            "holds the weights it was built with, .*--runtime tensorrt-rtx --gpu GPU`",
+        ),
     ):
-        check_refit(bound, other)
-    holder = bound.model_copy(
-        update={"tensorrt": identical.model_copy(update={"refit": "none"}), "runtime": "tensorrt-rtx"}
-    )
-    check_refit(holder, own)
-    with pytest.raises(
-        EngineError,
-        match="holds the weights it was built with, and the release has others.*--runtime tensorrt-rtx --gpu GPU`",
-    ):
-        check_refit(holder, other)
+        bound = engine(runtime, refit=refit, weights=own.identity)
+        check_refit(bound, own)
+        with pytest.raises(EngineError, match=words):
+            check_refit(bound, other)
 
 
 # -- in a manifest ------------------------------------------------------------------------------------------------
@@ -412,14 +388,6 @@ def test_release_states_the_oldest_schema(draft: Manifest, target: str, changed:
     merged = merge_drafts([release_of(draft, engines_for(draft, GPU.key, None), engines)])
     assert merged.schema_version == schema
     assert parse_manifest(merged.to_json(), merged.name) == merged
-
-
-def test_schema_is_that_of_all_drafts(draft: Manifest) -> None:
-    """The newest draft alone does not decide."""
-    rtx = release_of(draft, engines_for(draft, "cuda-sm86-rtx1.7", None))
-    both = merge_drafts([draft, merge_drafts([rtx])])
-    assert both.schema_version == 2
-    assert merge_drafts([both.model_copy(update={"engines": draft.engines})]).schema_version == 1
 
 
 def test_reads_new_entries_that_state_schema_1(draft: Manifest) -> None:

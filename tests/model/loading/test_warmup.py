@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from model.cold_start import ColdStart, warm_up_part
 from model.cuda.probe import DeviceProbe
 from model.engines.engine import EngineSet
 from model.errors import EngineError, OutOfDeviceMemory
@@ -107,17 +106,6 @@ def test_makes_every_loop_and_runs_every_size(loaded: Loaded) -> None:
     assert [inputs["pixels"].shape[-1] for inputs in encoder.seen] == [96]
 
 
-def test_records_its_parts(loaded: Loaded) -> None:
-    cold_start = ColdStart()
-    with torch.inference_mode():
-        warm_up(loaded, cold_start=cold_start)
-    parts = {"image_64x64", "image_96x64", "texts", "preview"}
-    assert cold_start.phases.keys() == {"warm_up", *(f"warm_up_{part}" for part in parts)}
-    with warm_up_part("later"):
-        pass
-    assert "warm_up_later" not in cold_start.phases, "the warm-up is over"
-
-
 @pytest.mark.parametrize(
     "seconds, efficient, tried",
     [
@@ -181,7 +169,6 @@ class EngineFailed(RuntimeError):
         (EngineFailed("run_func_(...) API call failed"), 4, OutOfDeviceMemory),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), 3, OutOfDeviceMemory),
     ],
-    ids=["engine failed", "engine lacked memory", "PyTorch lacked memory"],
 )
 def test_distinguishes_a_lack_of_memory_from_other_failures(
     failure: Exception, refusals_after: int, expected: type[Exception], loaded: Loaded

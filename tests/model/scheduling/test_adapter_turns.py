@@ -86,18 +86,6 @@ def test_turn_ends_for_waiting_requests(limits: Limits, gate: Gate, scheduler: S
     assert gate.order == ([0, 1, 2] if limits is ONE_TURN else [0, 2, 1])
 
 
-@pytest.mark.usefixtures("load_all")
-@pytest.mark.parametrize("limits", [ONE_TURN])
-def test_images_of_an_admitted_request_finish_in_its_turn(gate: Gate, scheduler: Scheduler) -> None:
-    gate.limit_batch(capacity=2, efficient=2)  # one guided image
-    with paused(scheduler):
-        jobs = [scheduler.submit(params(0, num_images=3, loras=A)), scheduler.submit(params(10, loras=B))]
-        jobs.append(scheduler.submit(params(20, loras=A)))
-    gate.open()
-    results(*jobs)
-    assert gate.order == [0, 1, 2, 10, 20]
-
-
 def test_reading_an_adapter_holds_nobody_up(
     gate: Gate, scheduler: Scheduler, adapted: AdapterModel, tmp_path: Path
 ) -> None:

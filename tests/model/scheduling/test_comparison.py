@@ -4,7 +4,6 @@ import gc
 import math
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -214,16 +213,3 @@ def test_warm_up_generates_in_fp16(model: LoadedModel) -> None:
     engine = model.fp16_engines[spec.UNET].engines[0]
     assert isinstance(engine, Stub)
     assert {tuple(inputs["sample"].shape[2:]) for inputs in engine.seen} == {(8, 8), (8, 12)}
-
-
-def test_image_of_a_request_is_compared_by_its_own_seed(model: LoadedModel) -> None:
-    comparison = ImageComparison(model, every=1)
-    wanted = params(2**32 - 1, num_images=2)
-    for index, pixels in enumerate(generate(model.in_fp16(), [wanted])[0]):
-        assert comparison.offer(wanted, index, pixels)
-        _, total = decibels()
-        assert comparison.work is not None
-        list(comparison.work)
-        comparison.end()
-        assert decibels()[1] - total == pytest.approx(100)
-    assert replace(wanted, num_images=1).seeds == (2**32 - 1,)

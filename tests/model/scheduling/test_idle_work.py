@@ -16,18 +16,6 @@ def _short_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduling, "IDLE_SECONDS", 0.01)
 
 
-def test_runs_until_it_ends(scheduler: Scheduler) -> None:
-    done: list[int] = []
-
-    def work() -> Iterator[None]:
-        for part in range(3):
-            done.append(part)
-            yield
-
-    scheduler.when_idle(work())
-    eventually(lambda: done == [0, 1, 2], "the work ends")
-
-
 def test_requests_run_between_two_parts(gate: Gate, scheduler: Scheduler) -> None:
     begun, resumed, ended = threading.Event(), threading.Event(), threading.Event()
 
@@ -45,22 +33,6 @@ def test_requests_run_between_two_parts(gate: Gate, scheduler: Scheduler) -> Non
     gate.open()
     results(job)
     assert ended.wait(TIMEOUT_SECONDS)
-
-
-def test_never_runs_while_images_run(gate: Gate, scheduler: Scheduler) -> None:
-    began = threading.Event()
-
-    def work() -> Iterator[None]:
-        began.set()
-        yield
-
-    job = scheduler.submit(params(1))
-    gate.run(1)
-    scheduler.when_idle(work())
-    assert not began.wait(0.1)
-    gate.open()
-    results(job)
-    assert began.wait(TIMEOUT_SECONDS)
 
 
 def test_overdue_work_runs_between_images(gate: Gate, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:

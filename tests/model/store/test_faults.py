@@ -130,16 +130,6 @@ def test_lasting_faults_are_reported(open_proxied: Opener, proxy: FaultyProxy, b
         assert len(store.get(blob.sha256, blob.bytes).read_bytes()) == SIZE
 
 
-def test_broken_body_is_resumed(store: WritableS3Store, proxy: FaultyProxy, blob: Blob) -> None:
-    proxy.inject(Fault("truncate", at=500))  # of the part that is requested first; the last has 1,000 bytes
-    store.get(blob.sha256, blob.bytes)
-    ranges = proxy.requested_ranges(blob.sha256)
-    assert len(ranges) == 6
-    starts = {int(header.removeprefix("bytes=").partition("-")[0]) for header in ranges}
-    [resumed] = starts - set(range(0, SIZE, PART))
-    assert (resumed - 500) % PART == 0
-
-
 def test_finished_parts_are_kept_between_starts(
     open_proxied: Opener, proxy: FaultyProxy, blob: Blob, data: bytes
 ) -> None:

@@ -66,15 +66,6 @@ def test_environment_credentials_replace_secrets(bare: None, monkeypatch: pytest
     assert options_of({}, secrets).access_key_id is None
 
 
-def test_failing_secret_is_not_a_missing_one(bare: None) -> None:
-    class Broken(Secrets):
-        def __getitem__(self, key: str) -> str:
-            raise PermissionError(key)
-
-    with pytest.raises(PermissionError):
-        options_of({}, Broken())
-
-
 def test_environment_overrides_config(bare: None, monkeypatch: pytest.MonkeyPatch) -> None:
     section = {"cache_dir": "/config", "cache_bytes": "2GiB", "endpoint": "http://config", "region": "config"}
     options = options_of(section)
@@ -94,13 +85,6 @@ def test_refuses_invalid_cache_size(bare: None) -> None:
         words = "cache_bytes: got .* expected a whole number of bytes or a size like 20GiB"
         with pytest.raises(ConfigError, match=words):
             options_of({"cache_bytes": size})
-
-
-def test_settings_refuse_a_cache_folder_with_a_nul_character(bare: None) -> None:
-    with pytest.raises(ConfigError, match="model_metadata.preheat.cache_dir: got .*, which contains a NUL character"):
-        read_settings({"cache_dir": "a\0b"})
-    with pytest.raises(ConfigError, match="PREHEAT_CACHE_DIR: .*a NUL character.*Fix the variable PREHEAT_CACHE_DIR"):
-        read_settings(environment={"PREHEAT_CACHE_DIR": "a\0b"})
 
 
 @pytest.mark.parametrize("folder, cause", [("~nobody-here/c", "could not determine home"), ("a\0b", "a NUL character")])

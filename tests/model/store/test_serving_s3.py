@@ -1,10 +1,7 @@
 """The real Truss server starts from a bucket: the endpoint is in its config, the credentials are Truss secrets."""
 
 import os
-import random
-import shutil
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +18,6 @@ from tests.support import object_store as ceph
 from tests.support.faulty_proxy import FaultyProxy
 from tests.support.repository import REPOSITORY
 
-KILLS = int(os.environ.get("PREHEAT_SOAK_KILLS", "3"))
 SECRETS = {
     "TRUSS_SECRET_aws_access_key_id": ceph.ACCESS_KEY,
     "TRUSS_SECRET_aws_secret_access_key": ceph.SECRET_KEY,
@@ -89,42 +85,3 @@ def test_server_starts_from_bucket_after_killed_fetch(
     cached = {path.name for path in (tmp_path / "cache" / "blobs" / "sha256").iterdir()}
     assert "prefetch" not in (tmp_path / "server.log").read_text(), "the prefetch process failed"
     assert cached and cached <= set(manifest.blobs()) and not list((tmp_path / "cache" / "partial").iterdir())
-
-
-def test_server_starts_after_kill_9_at_any_moment(
-    store: Store, release: str, layout: Layout, open_bucket: Opener, clean_environment: None, tmp_path: Path
-) -> None:
-    """Starts are killed after a random time: while they import, fetch, load or warm up. They share a cache folder.
-
-    Every second one begins with an empty cache. The last start is not killed, and its image is the first one's.
-    """
-    manifest, _ = copy_release(store, open_bucket("prefix", cache_dir=tmp_path / "unused"), release)
-    cache = tmp_path / "cache"
-    began = time.perf_counter()
-    with Server(layout, environment=SECRETS) as server:
-        server.wait_ready(READY_SECONDS)
-        start_seconds = time.perf_counter() - began
-        expected = generate(server.url, REQUEST, READY_SECONDS)["images"]
-    seed = int.from_bytes(os.urandom(4), "big")
-    print(f"seed {seed}")
-    moments = random.Random(seed)
-    for number in range(KILLS):
-        if number % 2:
-            shutil.rmtree(cache)
-        with Server(layout, environment=SECRETS) as server:
-            time.sleep(moments.uniform(0, start_seconds))
-            os.kill(server.pid, signal.SIGKILL)
-            assert server.wait() == -signal.SIGKILL
-    with Server(layout, environment=SECRETS) as server:
-        server.wait_ready(READY_SECONDS)
-        assert generate(server.url, REQUEST, READY_SECONDS)["images"] == expected
-    cached = {path.name for path in (cache / "blobs" / "sha256").iterdir()}
-    assert cached and cached <= set(manifest.blobs()) and not list((cache / "partial").iterdir())
-
-
-def test_server_without_secrets_names_them(layout: Layout, clean_environment: None) -> None:
-    with Server(
-        layout, environment=ceph.credentials() | {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}
-    ) as server:
-        with pytest.raises(ServerFailed, match="No credentials were found for s3://.*Truss secrets aws_access_key_id"):
-            server.wait_ready(READY_SECONDS)

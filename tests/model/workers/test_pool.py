@@ -13,7 +13,6 @@ from model.errors import BrokenImage, Cancelled, EngineError, Overloaded, Reques
 from model.loading.served import Defaults, ServedModel, ServedRelease, SizeList
 from model.scheduling.job import ImageEvent, StepEvent
 from model.settings import Limits, Settings
-from model.workers import supervisor
 from model.workers.messages import (
     Cancel,
     Failed,
@@ -199,14 +198,6 @@ def test_steps_never_go_back_when_a_request_moves(planned: bool, make: Callable[
     assert steps_of(events) == [(step, 12, f"{step if step < 11 else step - 8}") for step in range(1, 13)]
 
 
-def test_images_of_a_worker_that_ends_before_it_says_so_suffice(scene: Scene) -> None:
-    job = scene.submit()
-    scene.workers[0].images(scene.workers[0].requests[0], 0)
-    scene.workers[0].end()
-    assert job.result.result(TIMEOUT_SECONDS).images == ["by 0"]
-    assert not scene.workers[1].requests
-
-
 def test_device_failure_moves_all_requests_at_once(scene: Scene) -> None:
     first, second = scene.workers
     jobs = [scene.submit() for _ in range(4)]
@@ -249,32 +240,6 @@ def test_a_worker_that_stood_still_goes_on(make: Callable[..., Scene]) -> None:
     worker.images(request, 0)
     worker.answer(Finished(request.number, {}))
     assert job.result.result(TIMEOUT_SECONDS).images and not worker.reason
-
-
-def test_one_worker_that_hangs_in_its_load_stops_nothing(
-    make: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervisor, "MORE_SECONDS", 0.2)
-    scene = make()
-    scene.workers[1].load()
-    assert scene.pool.wait_ready(ColdStart()) == RELEASE
-
-
-def test_a_worker_that_cannot_be_started_is_tried_again() -> None:
-    started: list[ScriptedWorker] = []
-    errors = [NotImplementedError("of a mapping"), None]
-
-    def start(number: int) -> Worker:
-        if (error := errors.pop(0)) is not None:
-            raise error
-        started.append(ScriptedWorker(number, 1))
-        return started[-1]
-
-    pool = WorkerPool(Settings(), {}, 1, 0, start)
-    eventually(lambda: bool(started), "the second start")
-    started[0].load()
-    eventually(pool.healthy, "a worker that serves")
-    pool.close()
 
 
 def test_a_request_that_ends_its_workers_is_given_up(make: Callable[..., Scene]) -> None:
@@ -339,16 +304,6 @@ def test_killed_workers_are_started_again_without_long_pauses(loads: bool, make:
     eventually(scene.pool.healthy, "a worker that serves")
     scene.submit()
     assert len(scene.started[-1].requests) == 1
-
-
-def test_a_kill_during_the_load_is_no_failed_load(make: Callable[..., Scene]) -> None:
-    scene = make()
-    for worker in scene.workers:
-        worker.end(-signal.SIGKILL)
-    eventually(lambda: len(scene.started) == 4, "both workers again")
-    for worker in scene.started[2:]:
-        worker.load()
-    assert scene.pool.wait_ready(ColdStart()) == RELEASE
 
 
 def test_one_worker_that_loads_suffices(make: Callable[..., Scene]) -> None:
