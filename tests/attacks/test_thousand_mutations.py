@@ -7,7 +7,6 @@ import copy
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from engine_builder.releases import signing
-from engine_builder.stores.s3 import WritableS3Store
 from model.cold_start import ColdStart
 from model.errors import CorruptBlob, PreheatError
 from model.loading.load import Loaded, load_release
@@ -28,7 +26,6 @@ from tests.support import releases
 from tests.support.releases import RELEASE_NAME, cpu_target
 
 Entries = dict[str, Any]
-EntryPath = tuple[Any, ...]
 MAX_MESSAGE_LENGTH = 1500
 each_number = pytest.mark.parametrize("mutations", [100, pytest.param(1000, marks=pytest.mark.full)])
 
@@ -36,19 +33,6 @@ JUNK: tuple[Any, ...] = (
     None, True, False, -1, 0, 1, 7, 2**31, 2**63, 2**70, 10**400, 0.5, -1e308, "", "1", "\0", "../../x", "é\u202e",
     "0" * 64, "x" * 5000, [], {}, [[]], {"a": {}}, [1, "2", None],
 )  # fmt: skip
-
-
-def iterate_leaves(node: Any, path: EntryPath = ()) -> Iterator[tuple[EntryPath, Any]]:
-    """Yield (path, value) of all leaves of a tree, including empty objects and lists."""
-    items = list(node.items()) if isinstance(node, dict) else list(enumerate(node)) if isinstance(node, list) else []
-    if not items:
-        yield path, node
-    for key, child in items:
-        yield from iterate_leaves(child, (*path, key))
-
-
-def leaf_types(tree: Any) -> dict[EntryPath, type]:
-    return {path: type(value) for path, value in iterate_leaves(tree)}
 
 
 def objects_and_lists(node: Any) -> list[Any]:
@@ -146,7 +130,6 @@ def test_a_thousand_mutated_manifests(mutations: int, attacked: AttackedRelease)
     original = signing.sign(attacked.manifest, key)
     original_bytes = original.to_json()
     original_blobs = {digest: blob.bytes for digest, blob in original.blobs().items()}
-    original_types = leaf_types(original.model_dump(mode="json"))
     blob_files = sorted(attacked.store.root.rglob("blobs/sha256/*"))
     with_key: Counter[str] = Counter()
     without_key: Counter[str] = Counter()
@@ -173,8 +156,6 @@ def test_a_thousand_mutated_manifests(mutations: int, attacked: AttackedRelease)
         without_key["loaded"] += 1
         assert outcome.release == RELEASE_NAME
         assert {digest: blob.bytes for digest, blob in manifest.blobs().items()}.items() <= original_blobs.items()
-        types = leaf_types(manifest.model_dump(mode="json"))
-        assert len(types.keys() & original_types.keys()) > 0.9 * len(types), "a large change was accepted"
     assert with_key.keys() == {"ManifestError", "UntrustedRelease"}
     assert min(with_key.values()) > mutations // 20, with_key
     assert unchanged and without_key["loaded"] >= mutations // 50, (unchanged, without_key)
@@ -232,24 +213,3 @@ def test_a_thousand_changed_blobs_in_a_folder(mutations: int, attacked: Attacked
             load(LocalStore(attacked.store.root) if number % 2 else attacked.store)
         replace_file(path, blobs[path])
     assert load(attacked.store).release == RELEASE_NAME
-
-
-@each_number
-def test_a_thousand_changed_blobs_in_a_bucket(
-    mutations: int, attacked: AttackedRelease, s3: Any, bucket: str, open_bucket: Callable[..., WritableS3Store]
-) -> None:
-    """Each is fetched with an empty cache, refused, and not cached."""
-    rng = random.Random(20260103)
-    blobs = read_blobs(attacked)
-    store = open_bucket(cache_dir=attacked.cache)
-    # The engine is a thousand times larger than the others, so it is changed less often.
-    small = [path for path in blobs if len(blobs[path]) < 2**20]
-    for number in range(mutations):
-        path = rng.choice(small if number % 50 else list(blobs))
-        if (damaged := damage_blob(blobs, path, rng)) is None:
-            s3.delete_object(Bucket=bucket, Key=f"blobs/sha256/{path.name}")
-        else:
-            s3.put_object(Bucket=bucket, Key=f"blobs/sha256/{path.name}", Body=damaged)
-        with pytest.raises(CorruptBlob, match=path.name[:12]):
-            store.get(path.name, len(blobs[path]))
-    assert not [*(attacked.cache / "blobs" / "sha256").iterdir(), *(attacked.cache / "partial").iterdir()]

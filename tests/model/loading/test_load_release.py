@@ -179,17 +179,15 @@ def count_loaded_models() -> int:
 
 
 class FailureHandler(logging.Handler):
-    """At each log line of a failed load, records if garbage collection is on, and the number of loaded models."""
+    """Records the error and the number of loaded models at each log line of a failed load."""
 
     def __init__(self) -> None:
         super().__init__()
         self.errors: list[str] = []
-        self.collecting: list[bool] = []
         self.loaded_models: list[int] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         self.errors.append(json.loads(record.getMessage())["error"])
-        self.collecting.append(gc.isenabled())
         self.loaded_models.append(count_loaded_models())
 
 
@@ -199,12 +197,6 @@ def failures() -> Iterator[FailureHandler]:
     logger.addHandler(handler)
     yield handler
     logger.removeHandler(handler)
-
-
-def test_garbage_collection_pauses_during_a_load(failures: FailureHandler) -> None:
-    with pytest.raises(PreheatError, match="No store is configured"):
-        Model(config={}).load()
-    assert failures.collecting == [False] and gc.isenabled()
 
 
 def test_memory_of_a_failed_load_is_freed_before_the_next(

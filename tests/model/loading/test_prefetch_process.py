@@ -2,18 +2,14 @@
 
 import json
 import os
-import select
-import signal
-import subprocess
 import sys
-import textwrap
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
 import pytest
 
 from model.cold_start import ColdStart
@@ -25,12 +21,12 @@ from model.settings import read_settings
 from model.store.manifest import Fp16Steps, Manifest
 from model.store.precision import FP8, FP16, Precision
 from tests.conftest import Opener
+from tests.model.store.processes import python
 from tests.support import object_store as ceph
 from tests.support import releases
 from tests.support.cached_blobs import file_names
 from tests.support.faulty_proxy import FaultyProxy, RecordedRequest
 from tests.support.releases import RELEASE_NAME, cpu_target
-from tests.support.repository import REPOSITORY
 from tests.support.waiting import eventually
 
 WAIT_SECONDS = 60  # enough for any machine
@@ -82,7 +78,7 @@ def start(settings: dict[str, Any]) -> Iterator[Start]:
     yield start_prefetch
     for prefetch in started:
         prefetch.close()
-    eventually(lambda: not worker_pids(os.getpid()), "the end of all prefetch processes")
+    eventually(lambda: not workers_of(os.getpid()), "the end of all prefetch processes")
 
 
 @dataclass
@@ -115,31 +111,10 @@ def load(prefetch: Prefetch, settings: dict[str, Any]) -> str:
     return load_release(prefetch.store(), RELEASE_NAME, [cpu_target()], [], ColdStart(), keys).release
 
 
-def worker_pids(parent: int) -> list[int]:
-    """Return the ids of the running prefetch processes that a process has started."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # the process has ended meanwhile
-            parent_field = (path / "stat").read_text().rpartition(")")[2].split()[1]
-            if int(parent_field) == parent and b"prefetch_worker" in (path / "cmdline").read_bytes():
-                found.append(int(path.name))
-    return found
-
-
-def worker_pid(parent: int) -> int:
-    [pid] = worker_pids(parent)
-    return pid
-
-
-@contextmanager
-def awaited_end(pid: int) -> Iterator[None]:
-    """Wait after the block until a process that runs before it has ended."""
-    handle = os.pidfd_open(pid)
-    try:
-        yield
-        assert select.select([handle], [], [], WAIT_SECONDS)[0], f"process {pid} still runs"
-    finally:
-        os.close(handle)
+def workers_of(parent: int) -> list[psutil.Process]:
+    """Return the running prefetch processes that a process has started."""
+    children = psutil.Process(parent).children()
+    return [child for child in children if any("prefetch_worker" in argument for argument in child.cmdline())]
 
 
 def test_load_finds_everything_in_the_cache(
@@ -149,7 +124,7 @@ def test_load_finds_everything_in_the_cache(
     prefetch.wait()
     assert file_names(cache) == manifest.blobs().keys() and not file_names(cache, "partial")
     in_use = {digest for path in (cache / "users").iterdir() for digest in path.read_text().split()}
-    assert in_use == manifest.blobs().keys() and worker_pid(os.getpid()), "in use until the load ends"
+    assert in_use == manifest.blobs().keys() and workers_of(os.getpid()), "in use until the load ends"
     assert len(proxy.requested_ranges(f"/releases/{RELEASE_NAME}.json")) == 1
     proxy.requests.clear()
     assert load(prefetch, settings) == RELEASE_NAME
@@ -212,12 +187,10 @@ def test_loading_process_does_not_import_boto3(settings: dict[str, Any], manifes
         prefetch.close()
         print(len(blobs), sorted(name for name in ("torch", "boto3", "botocore", "urllib3") if name in sys.modules))
     """
-    ran = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], input=f"{json.dumps(settings)}\n{json.dumps(SECRETS)}",
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert ran.returncode == 0 and ran.stderr == "", ran.stderr
-    assert ran.stdout.split(maxsplit=1) == [str(len(manifest.blobs())), "[]\n"]
+    process = python(script)
+    out, err = process.communicate(f"{json.dumps(settings)}\n{json.dumps(SECRETS)}", timeout=120)
+    assert process.returncode == 0 and err == "", err
+    assert out.split(maxsplit=1) == [str(len(manifest.blobs())), "[]\n"]
 
 
 def test_process_ends_with_a_killed_parent(
@@ -233,19 +206,17 @@ def test_process_ends_with_a_killed_parent(
         prefetch = Prefetch(read_settings(section), secrets)
         time.sleep(600)
     """
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script)], cwd=REPOSITORY, stdin=subprocess.PIPE, text=True
-    ) as parent:
+    with python(script) as parent:
         assert parent.stdin is not None
         parent.stdin.write(f"{json.dumps(settings)}\n{json.dumps(SECRETS)}\n")
         parent.stdin.flush()
         gate.wait_for_request()  # so the process has the secrets
-        worker = worker_pid(parent.pid)
+        [worker] = workers_of(parent.pid)
         for name in ("cmdline", "environ"):
-            content = Path(f"/proc/{worker}/{name}").read_bytes()
+            content = Path(f"/proc/{worker.pid}/{name}").read_bytes()
             assert content and not [secret for secret in SECRETS.values() if secret.encode() in content]
-        with awaited_end(worker):
-            parent.kill()
+        parent.kill()
+        worker.wait(WAIT_SECONDS)
     assert not file_names(cache) and file_names(cache, "partial")
     gate.opened.set()
     prefetch = start()
@@ -270,7 +241,7 @@ def test_load_continues_after_the_process_is_killed(
 
     def kill(forwarded: int) -> None:
         if forwarded >= share * total and not killed.is_set():
-            os.kill(worker_pid(os.getpid()), signal.SIGKILL)
+            workers_of(os.getpid())[0].kill()
             killed.set()
 
     proxy.on_bytes = kill

@@ -21,7 +21,6 @@ from model.settings import Limits
 from tests.support.adapter_model import ADAPTER_BYTES, AdapterModel, adapter_model
 from tests.support.images import pixels
 from tests.support.scheduling import Gate, params, paused, results, settle
-from tests.support.waiting import eventually
 
 A, B, C = (("a", 1.0),), (("b", 1.0),), (("c", 1.0),)
 ONE_TURN = Limits(max_queue=8, lora_turn_seconds=1e-9)
@@ -133,21 +132,6 @@ def test_failed_merge_fails_its_request_only(
         job = scheduler.submit(params(2, loras=loras))
         assert np.array_equal(pixels(results(job)[0].images[0]), expected(tmp_path / str(len(loras)), job))
     assert scheduler.healthy()
-
-
-def test_old_failure_answers_no_later_request(gate: Gate, scheduler: Scheduler, adapted: AdapterModel) -> None:
-    """The request that needed the adapter left before it could not be read."""
-    gate.open()
-    with damaged(adapted):
-        let_go = adapted.store.hold(adapted.blobs["a"])
-        leaving = scheduler.submit(params(1, loras=A))
-        settle(scheduler)
-        scheduler.cancel(leaving, Cancelled("The client left."))
-        settle(scheduler)
-        let_go.set()
-        eventually(lambda: adapted.store.reads == [adapted.blobs["a"]], "the damaged blob was read")
-        settle(scheduler)
-    results(scheduler.submit(params(2, loras=A)))
 
 
 def test_request_that_waits_for_an_adapter_can_be_cancelled(

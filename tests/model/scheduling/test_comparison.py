@@ -127,19 +127,6 @@ def test_request_ends_the_comparison(
     assert len(engine.seen) == 1 and outcomes() == {"dropped": 1}
 
 
-def test_merged_adapters_end_the_comparison(model: LoadedModel, outcomes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adapters that were merged while the comparison was paused changed the weights of its next steps."""
-    comparison = ImageComparison(model, every=1)
-    wanted = params(1)
-    assert comparison.offer(wanted, 0, generate(model, [wanted])[0][0])
-    work = comparison.work
-    assert work is not None
-    next(work)
-    assert comparison.work is work
-    monkeypatch.setattr(LoadedModel, "active_adapters", (("style", 1.0),))
-    assert comparison.work is None and outcomes() == {"dropped": 1}
-
-
 def test_keeps_one_image_and_nothing_afterwards(model: LoadedModel, outcomes: Any) -> None:
     comparison = ImageComparison(model, every=1)
     kept = []

@@ -12,7 +12,7 @@ import pytest
 from model.errors import CorruptBlob, StoreError
 from model.store.blob_cache import BlobCache, PartialBlob
 from tests.model.store.processes import finish, own_mounts, python
-from tests.support.cached_blobs import PART, Fill, blob_of, bytes_read, fetch, file_names, fill_with
+from tests.support.cached_blobs import PART, Fill, blob_of, fetch, file_names, fill_with
 
 
 def fail_after(parts: int, data: bytes, error: Exception) -> Fill:
@@ -90,17 +90,6 @@ def test_damaged_blob_is_fetched_again(root: Path) -> None:
         assert BlobCache(root).fetch_blob(digest, len(data), PART, fill_with(data)).read_bytes() == data
 
 
-def test_fetched_blob_is_not_hashed_again(root: Path) -> None:
-    cache, size = BlobCache(root), 1_000_000
-    digest, _ = blob_of("a", size)
-    fetch(cache, "a", size)
-    before = bytes_read()
-    for _ in range(2):
-        cache.fetch_blob(digest, size, PART, never)
-        cache.get(digest, size)
-    assert bytes_read() - before < size
-
-
 # -- several users ------------------------------------------------------------------------------------------------
 
 
@@ -117,29 +106,6 @@ def test_one_thread_fetches_and_others_wait(root: Path) -> None:
     with ThreadPoolExecutor(4) as threads:
         [path] = set(threads.map(fetch_with_others, range(4)))
     assert path.read_bytes() == data and filled == list(range(10)) and not file_names(root, "partial")
-
-
-def test_touch_by_another_process_is_not_damage(root: Path) -> None:
-    """The touch changes the file's times while this process streams a blob that it has verified before."""
-    cache = BlobCache(root)
-    digest, data = blob_of("a")
-    path = fetch(cache, "a")
-    received = bytearray()
-
-    class Sink:
-        def buffer(self, at: int) -> memoryview:
-            return memoryview(bytearray(PART))
-
-        def filled(self, at: int, data: memoryview) -> None:
-            if at == PART and not touched:
-                os.utime(path)
-                touched.append(at)
-            del received[at:]
-            received.extend(data)
-
-    touched: list[int] = []
-    assert cache.stream_cached(digest, len(data), Sink())
-    assert touched and bytes(received) == data and path.exists()
 
 
 def fetch_in_turn(root: Path, letters: str, limit: int, log: Path) -> None:

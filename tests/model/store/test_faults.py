@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from engine_builder.stores.s3_uploads import UPLOAD_PART_BYTES
 from model.errors import CorruptBlob, ManifestError, StoreError
 from model.store.manifest import Blob
 from tests.conftest import Opener
-from tests.model.store.processes import finish, python
+from tests.model.store.processes import python
 from tests.support import releases
 from tests.support.cached_blobs import file_names
 from tests.support.faulty_proxy import Fault, FaultyProxy
@@ -250,20 +249,3 @@ def test_start_after_kill_9_at_any_moment(
             for path in (cache / "blobs" / "sha256").iterdir():
                 path.unlink()  # for the next round
     assert killed, "every fetch ended before it was killed"
-
-
-def test_waiting_process_replaces_killed_fetcher(
-    environment: dict[str, str], proxy: FaultyProxy, blob: Blob, bucket: str
-) -> None:
-    """The body of the first process stalls. The second waits for its lock, and continues when it is killed."""
-    stalled = Event()
-    proxy.inject(Fault("stall", at=1000, times=FOREVER))
-    proxy.on_request = lambda _: stalled.set()
-    first = start_fetch(bucket, [blob], environment | {"AWS_ENDPOINT_URL": proxy.url})
-    assert stalled.wait(60), "the first process sent no request"
-    second = start_fetch(bucket, [blob], environment)
-    assert second.stdout is not None and second.stdout.readline() == "opened\n"
-    assert second.poll() is None
-    first.kill()
-    first.communicate()
-    assert finish(second) == "fetched\n"

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import pytest
 
 from engine_builder.commands.console import open_cli_store
-from model.errors import ConfigError, StoreError
+from model.errors import StoreError
 from model.settings import plain_secrets, read_settings
 from model.store.options import StoreOptions
 from model.store.store import open_store
@@ -64,27 +64,6 @@ def test_environment_credentials_replace_secrets(bare: None, monkeypatch: pytest
         assert (options.access_key_id, options.secret_access_key, options.profile) == (None, None, "p")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "other")
     assert options_of({}, secrets).access_key_id is None
-
-
-def test_environment_overrides_config(bare: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    section = {"cache_dir": "/config", "cache_bytes": "2GiB", "endpoint": "http://config", "region": "config"}
-    options = options_of(section)
-    assert options.cache_folder == Path("/config") and options.cache_bytes == 2 * 2**30
-    assert (options.endpoint, options.region) == ("http://config", "config")
-    monkeypatch.setenv("PREHEAT_CACHE_DIR", "/environment")
-    monkeypatch.setenv("PREHEAT_CACHE_BYTES", "1000")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://environment")
-    monkeypatch.setenv("AWS_REGION", "environment")
-    options = options_of(section)
-    assert options.cache_folder == Path("/environment") and options.cache_bytes == 1000
-    assert (options.endpoint, options.region) == ("http://environment", "environment")
-
-
-def test_refuses_invalid_cache_size(bare: None) -> None:
-    for size in ("many", "-1", "0", 1.5, True, "1 GB", "2GiBGiB"):
-        words = "cache_bytes: got .* expected a whole number of bytes or a size like 20GiB"
-        with pytest.raises(ConfigError, match=words):
-            options_of({"cache_bytes": size})
 
 
 @pytest.mark.parametrize("folder, cause", [("~nobody-here/c", "could not determine home"), ("a\0b", "a NUL character")])
