@@ -167,32 +167,6 @@ def test_precision_reaches_the_process(
     assert file_names(cache) == {blob.sha256 for blob in selection.blobs()} and not file_names(cache, "partial")
 
 
-def test_loading_process_does_not_import_boto3(settings: dict[str, Any], manifest: Manifest) -> None:
-    script = """
-        import json, sys
-        from model.loading.prefetch import Prefetch
-        from model.loading.select import select
-        from model.loading.target import detect_targets
-        from model.settings import read_settings
-
-        section, secrets = map(json.loads, sys.stdin)
-        settings = read_settings(section)
-        prefetch = Prefetch(settings, secrets)
-        prefetch.wait()
-        store = prefetch.store()
-        blobs = select(store.read_release(settings.release), detect_targets(), []).blobs()
-        store.fetch(blobs)
-        for blob in blobs:
-            store.read(blob.sha256, memoryview(bytearray(blob.bytes)))
-        prefetch.close()
-        print(len(blobs), sorted(name for name in ("torch", "boto3", "botocore", "urllib3") if name in sys.modules))
-    """
-    process = python(script)
-    out, err = process.communicate(f"{json.dumps(settings)}\n{json.dumps(SECRETS)}", timeout=120)
-    assert process.returncode == 0 and err == "", err
-    assert out.split(maxsplit=1) == [str(len(manifest.blobs())), "[]\n"]
-
-
 def test_process_ends_with_a_killed_parent(
     start: Start, settings: dict[str, Any], manifest: Manifest, gate: Gate, cache: Path
 ) -> None:

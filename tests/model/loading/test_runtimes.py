@@ -295,21 +295,14 @@ def test_identical_refit_takes_its_own_weights_only(draft: Manifest) -> None:
         WeightsRecord(component="unet", precision=FP16, layout="plain", blobs=(Blob(sha256=c * 64, bytes=1),))
         for c in "bc"
     )
-
-    def engine(runtime: str, **plan: Any) -> EngineRecord:
-        return draft.engines[0].model_copy(update={"tensorrt": PLAN.model_copy(update=plan), "runtime": runtime})
-
-    check_refit(engine("tensorrt"), other)
-    check_refit(draft.engines[0], other)
-    for runtime, refit, words in (
-        ("tensorrt", "identical", "takes only the weights it was built with, and the release has others.*--refit any"),
-        (
-            "tensorrt-rtx",
-            "none",
-            "holds the weights it was built with, .*--runtime tensorrt-rtx --gpu GPU`",
-        ),
+    [engine] = engines_for(draft, PLANS, None)[:1]
+    check_refit(engine, other)
+    for refit, words in (
+        ("identical", "takes only the weights it was built with, .*--refit any"),
+        ("none", "holds the"),
     ):
-        bound = engine(runtime, refit=refit, weights=own.identity)
+        plan = PLAN.model_copy(update={"refit": refit, "weights": own.identity})
+        bound = engine.model_copy(update={"tensorrt": plan})
         check_refit(bound, own)
         with pytest.raises(EngineError, match=words):
             check_refit(bound, other)

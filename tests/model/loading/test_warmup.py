@@ -142,22 +142,6 @@ def test_all_sizes_of_a_dynamic_engine_share_efficient_pixels(loaded: Loaded) ->
         assert model.loop(spec.UNET, height, width).efficient_batch == batch
 
 
-@pytest.mark.parametrize("guidance_scale", [7.5, 1.0])
-def test_encodes_text_in_every_batch_size(guidance_scale: float, loaded: Loaded) -> None:
-    served = replace(
-        loaded.served, defaults=loaded.served.defaults.model_copy(update={"guidance_scale": guidance_scale})
-    )
-    with torch.inference_mode():
-        warm_up(replace(loaded, served=served))
-    networks = (
-        spec.TEXT_ENCODER, spec.TEXT_ENCODER_2, spec.UNET_TEXT, spec.REFINER_TEXT_ENCODER_2,
-        spec.REFINER_UNET_TEXT,
-    )  # fmt: skip
-    for name in networks:
-        batches = {len(next(iter(inputs.values()))) for inputs in stub(loaded.model, name).seen}
-        assert batches == {1, 2}, name
-
-
 class EngineFailed(RuntimeError):
     """Like the RuntimeError that an AOTInductor engine raises for any failure."""
 

@@ -61,17 +61,6 @@ def test_emits_each_step_and_image_with_previews(model: LoadedModel, scheduler: 
     assert [finished[index] for index in range(2)] == result.images
 
 
-def test_stage_changes_the_conditioning_of_one_image_only(model: LoadedModel) -> None:
-    runner = Runner(model)
-    plan = runner.plan(params(1, num_images=2))
-    first, second = plan.images()
-    for image in (first, second):
-        runner.advance(plan, image)
-    first.cond.inputs["strength"] = torch.ones(1)
-    assert "strength" not in second.cond.inputs
-    assert first.cond.inputs["keys_values"] is second.cond.inputs["keys_values"]
-
-
 requests = st.fixed_dictionaries(
     {
         "prompt": st.sampled_from(["a large red circle", "two green squares on white", "a blue line"]),

@@ -245,17 +245,6 @@ def test_unused_partial_blob_is_evicted(root: Path) -> None:
     assert not file_names(root, "partial") and file_names(root) == {blob_of("b")[0]}
 
 
-def test_partial_blob_in_use_stays(root: Path) -> None:
-    digest, data = blob_of("a")
-
-    def fill(partial: PartialBlob) -> None:
-        with pytest.raises(StoreError, match="does not fit"):
-            fetch(BlobCache(root, 15_000), "b")
-        fill_with(data)(partial)
-
-    assert BlobCache(root, 15_000).fetch_blob(digest, len(data), PART, fill).read_bytes() == data
-
-
 FULL_DISK = """
     import os, subprocess, sys
     from pathlib import Path
@@ -293,16 +282,3 @@ def test_unusable_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match=r"The cache \S+/file/cache cannot be used: Not a directory"):
         BlobCache(tmp_path / "file" / "cache")
-
-
-def test_names_an_entry_of_a_wrong_type(tmp_path: Path) -> None:
-    create = {"folder": os.mkdir, "file": Path.touch, "pipe": os.mkfifo, "link": lambda path: path.symlink_to("other")}
-    entries = [("lock", kind) for kind in ("folder", "link", "pipe")]
-    entries += [(name, kind) for name in ("users", "partial", "blobs/sha256") for kind in ("file", "link", "pipe")]
-    for number, (name, kind) in enumerate(entries):
-        entry = tmp_path / str(number) / name
-        entry.parent.mkdir(parents=True)
-        create[kind](entry)
-        with pytest.raises(StoreError, match="Remove that entry") as caught:
-            BlobCache(tmp_path / str(number))
-        assert f"because of {entry} in it" in str(caught.value)

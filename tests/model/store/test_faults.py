@@ -9,25 +9,33 @@ import os
 import random
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from engine_builder.local_server.client import generate
+from engine_builder.local_server.demo import cold_start_phases
+from engine_builder.local_server.server import Layout, Server, ServerFailed, build_context, lay_out
+from engine_builder.releases.mirror import copy_release
 from engine_builder.stores.local import WritableLocalStore
 from engine_builder.stores.s3 import WritableS3Store
 from engine_builder.stores.s3_uploads import UPLOAD_PART_BYTES
 from model.errors import CorruptBlob, ManifestError, StoreError
 from model.store.manifest import Blob
-from tests.conftest import Opener
+from model.store.store import Store
+from tests.conftest import READY_SECONDS, Opener
 from tests.model.store.processes import python
+from tests.support import object_store as ceph
 from tests.support import releases
 from tests.support.cached_blobs import file_names
 from tests.support.faulty_proxy import Fault, FaultyProxy
 from tests.support.object_store import ObjectStore
+from tests.support.repository import REPOSITORY
 
 PART = 256 * 2**10
 SIZE = 4 * PART + 1000
@@ -215,20 +223,18 @@ def environment(object_store: ObjectStore, tmp_path: Path) -> dict[str, str]:
 def test_start_after_kill_9_at_any_moment(
     open_proxied: Opener, environment: dict[str, str], proxy: FaultyProxy, s3: Any, bucket: str, tmp_path: Path
 ) -> None:
-    """The proxy kills the process after a random number of bytes."""
+    """The proxy kills the process after a random number of bytes. Every second one continues in the same cache."""
     blobs = [upload(s3, bucket, random.Random(i).randbytes(3 * PART + 1000 * i)) for i in range(4)]
-    total = sum(blob.bytes for blob in blobs)
     seed = int.from_bytes(os.urandom(4), "big")
     print(f"seed {seed}")
     moments = random.Random(seed)
-    killed = 0
+    exit_codes = []
     for number in range(KILLS):
-        cache = tmp_path / "cache" if number % 2 else tmp_path / f"cache{number}"
-        proxy.clear()
+        cache = tmp_path / f"cache{number // 2}"
         process = start_fetch(
             bucket, blobs, environment | {"AWS_ENDPOINT_URL": proxy.url, "PREHEAT_CACHE_DIR": str(cache)}
         )
-        moment = moments.randrange(total)
+        moment = moments.randrange(sum(blob.bytes for blob in blobs))
 
         def kill(passed: int, process: "subprocess.Popen[str]" = process, moment: int = moment) -> None:
             if passed > moment and process.poll() is None:
@@ -236,16 +242,83 @@ def test_start_after_kill_9_at_any_moment(
 
         proxy.on_bytes = kill
         _, err = process.communicate(timeout=120)
-        assert process.returncode in (-signal.SIGKILL, 0), err
-        killed += process.returncode == -signal.SIGKILL
+        exit_codes.append(process.returncode)
         proxy.clear()
         store = open_proxied(cache_dir=cache)
         store.fetch(blobs)
         assert file_names(cache) == {blob.sha256 for blob in blobs} and not file_names(cache, "partial")
         for blob in blobs:
-            assert hashlib.sha256(store.get(blob.sha256, blob.bytes).read_bytes()).hexdigest() == blob.sha256
+            path = store.get(blob.sha256, blob.bytes)
+            assert hashlib.sha256(path.read_bytes()).hexdigest() == blob.sha256
+            path.unlink()  # for the next round
         store.close()
-        if number % 2:
-            for path in (cache / "blobs" / "sha256").iterdir():
-                path.unlink()  # for the next round
-    assert killed, "every fetch ended before it was killed"
+    assert -signal.SIGKILL in exit_codes and {*exit_codes} <= {-signal.SIGKILL, 0}, err
+
+
+SECRETS = {
+    "TRUSS_SECRET_aws_access_key_id": ceph.ACCESS_KEY,
+    "TRUSS_SECRET_aws_secret_access_key": ceph.SECRET_KEY,
+}
+REQUEST = {"prompt": "a red circle", "num_inference_steps": 2, "seed": 1}
+
+
+@pytest.fixture
+def layout(proxy: FaultyProxy, bucket: str, release: str, tmp_path: Path) -> Layout:
+    """An image whose config names the bucket and its endpoint, so it needs no environment."""
+    config = yaml.safe_load((REPOSITORY / "truss" / "configs" / "cpu-demo.yaml").read_text())
+    config["secrets"] = {"aws_access_key_id": None, "aws_secret_access_key": None}
+    config["model_metadata"]["preheat"] |= {
+        "store": f"s3://{bucket}/prefix",
+        "release": release,
+        "endpoint": proxy.url,
+        "region": "us-east-1",
+        "cache_dir": str(tmp_path / "cache"),
+        "cache_bytes": "2GiB",
+    }
+    written = tmp_path / "config.yaml"
+    written.write_text(yaml.safe_dump(config))
+    return lay_out(build_context(REPOSITORY, written, tmp_path / "build"), tmp_path / "root")
+
+
+@pytest.fixture
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove this machine's settings, so that the server does not inherit them."""
+    for name in list(os.environ):
+        if name.startswith(("AWS_", "PREHEAT_", "TRUSS_SECRET_")):
+            monkeypatch.delenv(name)
+
+
+def test_server_starts_from_bucket_after_killed_fetch(
+    store: Store,
+    release: str,
+    layout: Layout,
+    open_bucket: Opener,
+    proxy: FaultyProxy,
+    clean_environment: None,
+    show_progress: Callable[[str], None],
+    tmp_path: Path,
+) -> None:
+    manifest, _ = copy_release(store, open_bucket("prefix", cache_dir=tmp_path / "unused"), release)
+    half = sum(blob.bytes for blob in manifest.blobs().values()) // 2
+
+    show_progress("starting a server that is killed")
+    with Server(layout, environment=SECRETS) as server:
+
+        def kill(passed: int) -> None:
+            if passed > half:
+                proxy.on_bytes = lambda passed: None
+                os.kill(server.pid, signal.SIGKILL)
+
+        proxy.on_bytes = kill
+        with pytest.raises(ServerFailed, match="killed by SIGKILL"):
+            server.wait_ready(READY_SECONDS)
+
+    show_progress("starting a server from the bucket")
+    with Server(layout, environment=SECRETS, log=tmp_path / "server.log") as server:
+        server.wait_ready(READY_SECONDS)
+        answer = generate(server.url, REQUEST, READY_SECONDS)
+        assert answer["status"] == "success" and answer["engine"]["release"] == release
+        assert cold_start_phases(server.url)["fetch"] > 0
+    cached = {path.name for path in (tmp_path / "cache" / "blobs" / "sha256").iterdir()}
+    assert "prefetch" not in (tmp_path / "server.log").read_text(), "the prefetch process failed"
+    assert cached and cached <= set(manifest.blobs()) and not list((tmp_path / "cache" / "partial").iterdir())

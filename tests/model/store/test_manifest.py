@@ -13,10 +13,8 @@ from model.store.manifest import (
     MANIFEST_LIMIT,
     SCHEMA_VERSION,
     SMALL_BLOB_LIMIT,
-    Bucket,
     Manifest,
     PreviewRecord,
-    Span,
 )
 from model.store.manifest_json import parse_constants, parse_manifest, split_name
 from tests.support import releases
@@ -340,15 +338,6 @@ def test_refuses_contradictions(entries: Entries) -> None:
 
 def test_unknown_key_forges_no_log_line(entries: Entries) -> None:
     assert "surprise" in refusal(entries | {"surprise\n" + "x" * 10_000 + "\x1b[31m": 1})
-
-
-def test_span_and_bucket_hold_their_sizes() -> None:
-    span = Span(min=64, max=128, multiple=32)
-    assert [side for side in range(200) if span.holds(side)] == [64, 96, 128]
-    bucket = Bucket(batch=Span(min=2, max=2), height=span, width=span)
-    assert bucket.holds(2, 64, 128) and not bucket.holds(1, 64, 64) and not bucket.holds(2, 65, 64)
-    assert not bucket.holds(2, 64, 192)
-    assert Bucket(batch=Span(min=1, max=4)).holds(3, 0, 0)
 
 
 def test_refuses_damaged_map_of_constants() -> None:
