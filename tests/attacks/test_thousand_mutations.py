@@ -60,7 +60,7 @@ def mutate_entries(entries: Entries, rng: random.Random) -> bytes:
     for _ in range(rng.choice([1, 1, 2, 3])):
         node = rng.choice([node for node in objects_and_lists(entries) if node])
         key, other = (rng.choice(list(node) if isinstance(node, dict) else range(len(node))) for _ in range(2))
-        match rng.randrange(8):
+        match rng.randrange(12):
             case 0:
                 del node[key]
             case 1:

@@ -7,12 +7,11 @@ that an injected fault matches. It records the requests. It does not know S3.
 import http.client
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Event, Lock, Thread
-from types import TracebackType
 from typing import Literal, Self
 from urllib.parse import urlsplit
 
@@ -68,7 +67,7 @@ class FaultyProxy:
         self._faults: list[Fault] = []
         self._lock = Lock()
         self._forwarded = 0
-        self._closed = Event()
+        self.closed = Event()
         proxy = self
 
         class Handler(_Handler):
@@ -99,11 +98,8 @@ class FaultyProxy:
 
     def requested_ranges(self, path: str) -> list[str]:
         """Return the Range headers of the GET requests whose path contains `path`."""
-        return [
-            request.headers.get("Range", "")
-            for request in self.requests
-            if request.method == "GET" and path in request.path
-        ]
+        gets = (request for request in self.requests if request.method == "GET" and path in request.path)
+        return [request.headers.get("Range", "") for request in gets]
 
     def next_fault(self, request: RecordedRequest) -> Fault | None:
         """Return the fault for this request, or None."""
@@ -126,18 +122,13 @@ class FaultyProxy:
             total = self._forwarded
         self.on_bytes(total)
 
-    def wait_until_closed(self) -> None:
-        self._closed.wait()
-
     def __enter__(self) -> Self:
         self._thread = Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._closed.set()
+    def __exit__(self, *_: object) -> None:
+        self.closed.set()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -208,11 +199,11 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self.end_headers()
         sent = 0
-        for chunk in _chunks(response, self.command):
+        for chunk in () if self.command == "HEAD" else iter(lambda: response.read(_CHUNK_BYTES), b""):
             if kind in ("drop", "reset", "truncate", "stall") and sent + len(chunk) >= at:
                 self._send(chunk[: at - sent])
                 if kind == "stall":
-                    self.owner.wait_until_closed()
+                    self.owner.closed.wait()
                 if kind != "truncate":
                     self._disconnect(reset=kind == "reset")
                 return
@@ -238,10 +229,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         pass
-
-
-def _chunks(response: http.client.HTTPResponse, method: str) -> Iterator[bytes]:
-    if method == "HEAD":
-        return
-    while chunk := response.read(_CHUNK_BYTES):
-        yield chunk

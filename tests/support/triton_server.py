@@ -16,7 +16,7 @@ import time
 import venv
 import zipfile
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -164,15 +164,9 @@ class TritonServer:
             self._loaded.append(model)
         return error
 
-    def unload(self, model: str) -> str:
-        """Unload a model. Returns "", or Triton's error."""
-        self._loaded = [name for name in self._loaded if name != model]
-        return self._control(model, "unload")
-
-    def ready(self, model: str, version: int | None = None) -> bool:
-        """True if Triton serves the model, or this version of it."""
-        path = "" if version is None else f"/versions/{version}"
-        return httpx.get(f"http://{self.http}/v2/models/{model}{path}/ready", trust_env=False).is_success
+    def ready(self, model: str) -> bool:
+        """True if Triton serves the model."""
+        return httpx.get(f"http://{self.http}/v2/models/{model}/ready", trust_env=False).is_success
 
     def index(self) -> list[dict[str, Any]]:
         """Return the state of each version of each model, with the reason why it is not available."""
@@ -209,11 +203,6 @@ def _address_options(address: str) -> tuple[str, str]:
 
 
 def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for opened in sockets:
-            opened.bind(("127.0.0.1", 0))
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [opened.getsockname()[1] for opened in sockets]
-    finally:
-        for opened in sockets:
-            opened.close()

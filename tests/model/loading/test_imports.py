@@ -1,13 +1,21 @@
 """The imports of a cold start, in a fresh interpreter. Each further package costs time at every start."""
 
+import ctypes
+import importlib.util
 import json
 import subprocess
 import sys
 import textwrap
 from dataclasses import astuple
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
 
 from engine_builder.stores.local import WritableLocalStore
+from model.loading import preload_torch
 from tests.support.releases import cpu_target
 from tests.support.repository import REPOSITORY
 
@@ -107,46 +115,26 @@ def test_constructing_the_model_preloads_torch() -> None:
     assert "torch" not in modules
 
 
-CUDA_DRIVER = r"""
-    #include <stdio.h>
-    static char calls[200];
-    static int length = 0;
-    #define RECORD(...) (length += snprintf(calls + length, sizeof calls - length, __VA_ARGS__), 0)
-    extern "C" {
-    int cuInit(unsigned flags) { return RECORD("init %u, ", flags), 0; }
-    int cuDeviceGetCount(int *count) { *count = 2; return RECORD("count, "); }
-    int cuDeviceGet(int *device, int ordinal) { *device = 7; return RECORD("device %d, ", ordinal); }
-    int cuDevicePrimaryCtxRetain(void **context, int device) { return *context = 0, RECORD("context of %d", device); }
-    const char *recorded_calls() { return calls; }
-    }
-"""
+@pytest.mark.parametrize("gpus_in_use, contexts", [(2, 1), (1, 0)])
+def test_creates_the_gpu_context(
+    gpus_in_use: int, contexts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch is a folder with the library that it has if it is built for GPUs."""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libtorch_cuda.so").touch()
+    torch = SimpleNamespace(submodule_search_locations=[tmp_path])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: torch)
 
+    def count(argument: Any) -> int:
+        argument._obj.value = 2  # of ctypes.byref
+        return 0
 
-def test_creates_the_gpu_context(tmp_path: Path) -> None:
-    """The driver is compiled here. torch is a folder with the library that it has if it is built for GPUs."""
-    driver = tmp_path / "libcuda.so.1"
-    subprocess.run(
-        ["g++", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-x", "c++", "-", "-o", driver],
-        input=textwrap.dedent(CUDA_DRIVER), text=True, check=True,
-    )  # fmt: skip
-    (tmp_path / "torch" / "lib").mkdir(parents=True)
-    (tmp_path / "torch" / "__init__.py").touch()
-    (tmp_path / "torch" / "lib" / "libtorch_cuda.so").touch()
-    script = """
-        import ctypes
-
-        driver = ctypes.CDLL(sys.argv[1] + "/libcuda.so.1")  # the dynamic linker then finds it by this name
-        sys.path.insert(0, sys.argv[1])
-        from model.loading import preload_torch
-
-        for thread in preload_torch.start(lambda gpus: gpus == 2):
-            thread.join()
-        driver.recorded_calls.restype = ctypes.c_char_p
-        calls = driver.recorded_calls().decode()
-        assert calls == "init 0, count, device 0, context of 7", calls
-    """
-    modules, _ = imports_of(script, tmp_path)
-    assert "torch" not in modules
+    driver = Mock(**{f"{name}.return_value": 0 for name in ("cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain")})
+    driver.cuDeviceGetCount = count
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_: driver)
+    preload_torch.create_context(lambda gpus: gpus == gpus_in_use)
+    driver.cuInit.assert_called_once_with(0)
+    assert driver.cuDevicePrimaryCtxRetain.call_count == contexts
 
 
 def test_imports_torch_without_operators_for_meta_tensors() -> None:

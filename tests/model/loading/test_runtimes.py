@@ -34,6 +34,7 @@ A10G = Target("cuda", "a10g", "sm86", "torch2.13-cu130")
 CPU = Target("cpu", "x86_64_v3", "", "torch2.13")
 PLANS = "cuda-h200-sm90-trt11.4"
 """The target of that GPU's plans."""
+RTX_PLANS = "cuda-sm86-rtx1.7"
 BLOB = Blob(sha256="a" * 64, bytes=1)
 PLAN = TensorRTPlan(profile=0, literals=BLOB, onnx=BLOB, refit="any", workspace_bytes=1)
 
@@ -186,7 +187,7 @@ def test_faster_benchmark_comes_first(
 ) -> None:
     """Plans of TensorRT-RTX have no benchmark if they were built without their GPU."""
     install(RTX_VERSION, TENSORRT_RTX)
-    times = {"cuda-sm86-trt11.4": tensorrt, "cuda-sm86-rtx1.7": rtx, A10G.key: inductor}
+    times = {"cuda-sm86-trt11.4": tensorrt, RTX_PLANS: rtx, A10G.key: inductor}
     release = release_of(draft, *(engines_for(draft, target, time) for target, time in times.items()))
     ordered = sort_fastest_first(release, list_targets("fastest", [A10G]), BASE_COMPONENTS)
     assert ordered[0].key.endswith(first)
@@ -281,7 +282,7 @@ def test_refuses_plans_of_another_tensorrt_by_version(draft: Manifest) -> None:
 
 
 def test_versions_belong_to_their_library(draft: Manifest) -> None:
-    plans = engines_for(draft, "cuda-sm86-rtx1.7", None)
+    plans = engines_for(draft, RTX_PLANS, None)
     check_plan_versions(draft, plans, {"tensorrt-rtx": RTX_VERSION})
     words = f"plans of TensorRT-RTX {RTX_VERSION}, and this machine has none"
     for versions in ({"tensorrt": RTX_VERSION, "tensorrt-rtx": None}, None):  # None: it is not installed
@@ -295,14 +296,13 @@ def test_identical_refit_takes_its_own_weights_only(draft: Manifest) -> None:
         WeightsRecord(component="unet", precision=FP16, layout="plain", blobs=(Blob(sha256=c * 64, bytes=1),))
         for c in "bc"
     )
-    [engine] = engines_for(draft, PLANS, None)[:1]
-    check_refit(engine, other)
-    for refit, words in (
-        ("identical", "takes only the weights it was built with, .*--refit any"),
-        ("none", "holds the"),
+    check_refit(engines_for(draft, PLANS, None)[0], other)
+    for target, refit, words in (
+        (PLANS, "identical", "takes only the weights it was built with, and the release has others.*--refit any"),
+        (RTX_PLANS, "none", "holds the weights it was built with, .* others.*--runtime tensorrt-rtx --gpu GPU`"),
     ):
         plan = PLAN.model_copy(update={"refit": refit, "weights": own.identity})
-        bound = engine.model_copy(update={"tensorrt": plan})
+        [bound, *_] = engines_for(draft, target, None, tensorrt=plan)
         check_refit(bound, own)
         with pytest.raises(EngineError, match=words):
             check_refit(bound, other)
@@ -311,23 +311,15 @@ def test_identical_refit_takes_its_own_weights_only(draft: Manifest) -> None:
 # -- in a manifest ------------------------------------------------------------------------------------------------
 
 
-def test_manifest_keeps_tensorrt_and_benchmarks(draft: Manifest) -> None:
-    both = release_of(draft, engines_for(draft, PLANS, 2.0), engines_for(draft, GPU.key, None))
-    assert parse_manifest(both.to_json(), both.name) == both
-    assert BLOB.sha256 in both.blobs()
-    # An older version refuses entries that it does not know.
-    assert b"tensorrt" not in draft.to_json() and b"benchmark" not in draft.to_json()
-
-
-def test_manifest_keeps_plans_that_have_not_run(draft: Manifest) -> None:
+def test_manifest_keeps_plans(draft: Manifest) -> None:
     """Older versions know no plan without measured entries. Entries of other engines stay as they were."""
+    assert b"tensorrt" not in draft.to_json() and b"benchmark" not in draft.to_json()
     plan = PLAN.model_copy(update={"refit": "none", "weights": ("a" * 64,), "workspace_bytes": None})
-    rtx = engines_for(draft, "cuda-sm86-rtx1.7", None, accuracy=None, tensorrt=plan)
-    both = release_of(draft, rtx, engines_for(draft, PLANS, 2.0))
-    assert parse_manifest(both.to_json(), both.name) == both
-    assert all(engine.holds_weights == (engine.runtime == "tensorrt-rtx") for engine in both.engines)
-    written = {entry["runtime"]: "accuracy" in entry for entry in json.loads(both.to_json())["engines"]}
-    assert written == {"tensorrt-rtx": False, "tensorrt": True}
+    not_run = engines_for(draft, RTX_PLANS, None, accuracy=None, tensorrt=plan)
+    all_three = release_of(draft, not_run, engines_for(draft, PLANS, 2.0), engines_for(draft, GPU.key, None))
+    assert parse_manifest(all_three.to_json(), all_three.name) == all_three and BLOB.sha256 in all_three.blobs()
+    for engine, entry in zip(all_three.engines, json.loads(all_three.to_json())["engines"], strict=True):
+        assert ("accuracy" not in entry) == engine.holds_weights == (engine.runtime == "tensorrt-rtx")
 
 
 def test_refuses_an_inconsistent_plan(draft: Manifest) -> None:
@@ -362,8 +354,8 @@ HOLDER = PLAN.model_copy(update={"refit": "none", "weights": ("a" * 64,)})
         (GPU.key, {}, 1),
         (PLANS, {}, 1),
         (PLANS, {"tensorrt": HOLDER}, 2),
-        ("cuda-sm86-rtx1.7", {}, 2),
-        ("cuda-sm86-rtx1.7", {"tensorrt": HOLDER, "accuracy": None}, 2),
+        (RTX_PLANS, {}, 2),
+        (RTX_PLANS, {"tensorrt": HOLDER, "accuracy": None}, 2),
         (PLANS, {"tensorrt": PLAN.model_copy(update={"workspace_bytes": None})}, 2),
     ],
     ids=["aot", "stripped plan", "plan with weights", "RTX", "RTX, not run", "unknown workspace"],
@@ -378,6 +370,6 @@ def test_release_states_the_oldest_schema(draft: Manifest, target: str, changed:
 
 def test_reads_new_entries_that_state_schema_1(draft: Manifest) -> None:
     """Releases with such entries were written before schema 2 existed."""
-    rtx = release_of(draft, engines_for(draft, "cuda-sm86-rtx1.7", None))
+    rtx = release_of(draft, engines_for(draft, RTX_PLANS, None))
     data = rtx.to_json()
     assert b'"schema_version": 1' in data and parse_manifest(data, rtx.name).to_json() == data

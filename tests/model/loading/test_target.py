@@ -7,7 +7,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from pydantic import TypeAdapter
 
 from model.errors import ConfigError
@@ -44,17 +43,13 @@ PRODUCTS = {
     "Tesla V100-SXM2-16GB": "v100",
     "NVIDIA A10G": "a10g",
     "NVIDIA A100-SXM4-80GB": "a100",
-    "NVIDIA A100-PCIE-40GB": "a100",
     "NVIDIA A100 80GB PCIe": "a100",
     "NVIDIA H100 80GB HBM3": "h100",
-    "NVIDIA H100 NVL": "h100",
     "NVIDIA H200": "h200",
     "NVIDIA GH200 144G HBM3e": "gh200",
     "NVIDIA L40S": "l40s",
-    "NVIDIA GeForce RTX 4090 D": "rtx4090d",
     "NVIDIA GeForce RTX 4090 Laptop GPU": "rtx4090laptop",
     "NVIDIA GeForce RTX 4070 Ti SUPER": "rtx4070tisuper",
-    "NVIDIA RTX 6000 Ada Generation": "rtx6000ada",
     "NVIDIA RTX PRO 6000 Blackwell Server Edition": "rtxpro6000blackwell",
     "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition": "rtxpro6000blackwell",
     "NVIDIA A100-SXM4-40GB MIG 3g.20gb": "a100mig3g20gb",
@@ -82,15 +77,6 @@ def test_tag_has_the_versions_of_torch_and_cuda(monkeypatch: pytest.MonkeyPatch)
     ):
         use_torch(monkeypatch, version, cuda)
         assert torch_tag() == tag
-
-
-def test_finds_the_tag_while_torch_is_being_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While torch is being imported, sys.modules has a module that lacks the versions."""
-    expected = torch_tag()
-    unfinished = ModuleType("torch")
-    unfinished.__spec__ = torch.__spec__
-    monkeypatch.setitem(sys.modules, "torch", unfinished)
-    assert torch_tag() == expected
 
 
 # -- detection ----------------------------------------------------------------------------------------------------
@@ -159,19 +145,16 @@ def test_machine_without_a_usable_gpu_has_cpu_targets(monkeypatch: pytest.Monkey
         assert {target.runtime_tag for target in targets} == {"torch2.13"}, "CPU engines do not depend on CUDA"
 
 
-@pytest.mark.parametrize(("named", "is_refused"), [("1", True), ("", False), ("-1", False), (None, False)])
-def test_named_gpu_that_fails_is_no_cpu(named: str | None, is_refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_named_gpu_that_fails_is_no_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker whose GPU has failed would otherwise serve from the CPU, if the release has engines for it."""
     use_torch(monkeypatch, "2.13.0+cu130", "13.0")
     use_cuda_python(monkeypatch, FakeRuntime(count=(CUDA_SUCCESS, 0)))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if named is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
-    if is_refused:
-        with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES is 1, and no such GPU"):
-            detect_targets()
-    else:
+    for none_named in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", none_named)
         assert detect_targets()[0].device == "cpu"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES is 1, and no such GPU"):
+        detect_targets()
 
 
 def test_torch_reports_the_gpu_without_cuda_python(monkeypatch: pytest.MonkeyPatch) -> None:

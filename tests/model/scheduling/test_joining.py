@@ -101,16 +101,6 @@ def test_images_in_the_refiner_count_as_running(gate: Gate, scheduler: Scheduler
     assert [(step.unet, step.seeds) for step in gate.steps] == [(unet, [seed]) for seed in (0, 1) for unet in unets]
 
 
-def test_images_wait_for_a_full_refiner(gate: Gate, scheduler: Scheduler) -> None:
-    """Each image takes one base step and three refiner steps. Two images fill the refiner when the next two arrive."""
-    jobs = [scheduler.submit(params(seed, use_refiner=True, denoising_frac=0.25)) for seed in range(4)]
-    gate.open()
-    results(*jobs)
-    refined = [step.seeds for step in gate.steps if step.unet == spec.REFINER_UNET]
-    assert max(len(seeds) for seeds in refined) == 2
-    assert list(dict.fromkeys(seed for seeds in refined for seed in seeds)) == [0, 1, 2, 3]
-
-
 def test_sizes_alternate_step_by_step(gate: Gate, scheduler: Scheduler) -> None:
     jobs = [scheduler.submit(params(seed, width=width)) for seed, width in enumerate((64, 64, 96, 96, 64))]
     gate.open()

@@ -178,13 +178,6 @@ def test_refuses_damage_in_the_bucket(open_bucket: Opener, s3: Any, bucket: str,
     assert not file_names(tmp_path / "cache") and not file_names(tmp_path / "cache", "partial")
 
 
-def test_prefixes_of_a_bucket_are_separate_stores(open_bucket: Opener) -> None:
-    one, other = open_bucket("a"), open_bucket("a/b")
-    digest = one.put_bytes(b"bytes")
-    one.write_release(releases.draft_release(one))
-    assert not other.has(digest) and other.releases() == [] and one.releases() == [releases.RELEASE_NAME]
-
-
 def test_lists_releases_of_several_pages(open_bucket: Opener, s3: Any, bucket: str) -> None:
     names = [f"toy/{i}" for i in range(2 * PAGE_KEYS)]
     for name in names:

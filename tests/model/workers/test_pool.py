@@ -229,19 +229,6 @@ def test_hanging_worker_is_ended(silent: bool, make: Callable[..., Scene]) -> No
     assert first.reason.endswith(f"no step ended within {scene.pool.limits.stuck_seconds:g} s")
 
 
-def test_a_worker_that_stood_still_goes_on(make: Callable[..., Scene]) -> None:
-    scene = make(1)
-    scene.load()
-    job = scene.submit()
-    [worker] = scene.workers
-    [request] = worker.requests
-    unhealthy = [Status(False, 0, 0, 1, {})] * (UNHEALTHY_STATUSES - 1)
-    worker.answer(*unhealthy, Status(True, 0, 0, 1, {}), *unhealthy)
-    worker.images(request, 0)
-    worker.answer(Finished(request.number, {}))
-    assert job.result.result(TIMEOUT_SECONDS).images and not worker.reason
-
-
 def test_a_request_that_ends_its_workers_is_given_up(make: Callable[..., Scene]) -> None:
     scene = make(MAX_ATTEMPTS + 1)
     scene.load()
