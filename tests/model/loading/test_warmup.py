@@ -1,6 +1,6 @@
 """The warm-up runs every size and reports a lack of memory. A later measurement finds efficient batches."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -39,33 +39,20 @@ def loaded() -> Loaded:
 
 
 class FakeProbe(DeviceProbe):
-    """A fake clock. Each call of the base's UNet advances it by `seconds[batch]`, and nothing else does.
+    """A fake clock. Each call of the base's UNet advances it by `seconds[batch]`, and nothing else does."""
 
-    The first measured steps take longer, by the factors `slow_start`.
-    """
-
-    def __init__(
-        self,
-        model: LoadedModel,
-        seconds: Mapping[int, float],
-        slow_start: Sequence[float] = (),
-        clocks_rise: bool = False,
-    ) -> None:
+    def __init__(self, model: LoadedModel, seconds: Mapping[int, float]) -> None:
         super().__init__(model.device)
-        self.clocks_rise = clocks_rise
         self.measured: list[tuple[int, int]] = []
         """Width in pixels and batch of each measured step."""
-        self._model, self._seconds, self._slow_start = model, seconds, slow_start
+        self._model, self._seconds = model, seconds
         self._time, self._measuring = 0.0, False
 
     def now(self) -> float:
         for width, batch in self._new_calls():
-            seconds = self._seconds[batch]
+            self._time += self._seconds[batch]
             if self._measuring:
-                index = len(self.measured)
-                seconds *= self._slow_start[index] if index < len(self._slow_start) else 1
                 self.measured.append((width, batch))
-            self._time += seconds
         self._measuring = not self._measuring  # the clock is read before and after a measured step
         return self._time
 
@@ -121,12 +108,6 @@ def test_measures_the_efficient_batch_of_each_listed_size(
     assert efficient_by_size(loaded, probe) == {"64x64": efficient, "96x64": efficient}
     assert probe.measured == [(width, batch) for width in (64, 96) for batch in tried]  # once each on a CPU
     assert loaded.model.efficient_pixels is None
-
-
-def test_rising_clocks_do_not_raise_the_efficient_batch(loaded: Loaded) -> None:
-    """A step of two images takes 1.91 times as long as a step of one. The first steps run at low clocks."""
-    probe = FakeProbe(loaded.model, {2: 0.0287, 4: 0.0549}, slow_start=(1.4, 1.2, 1.05), clocks_rise=True)
-    assert efficient_by_size(loaded, probe) == {"64x64": 2, "96x64": 2}
 
 
 def test_all_sizes_of_a_dynamic_engine_share_efficient_pixels(loaded: Loaded) -> None:

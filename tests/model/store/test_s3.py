@@ -54,14 +54,6 @@ def test_put_then_get(open_bucket: Opener, tmp_path: Path, size: int) -> None:
     assert open_writable_store(tmp_path / "cache").get(digest, size).read_bytes() == data, "the layout of a folder"
 
 
-def test_cached_blob_needs_no_request(open_bucket: Opener, proxy: FaultyProxy) -> None:
-    store = open_bucket(endpoint=proxy.url)
-    digest = store.put_bytes(b"bytes")
-    store.get(digest, 5)
-    proxy.clear()
-    assert open_bucket(endpoint=proxy.url).get(digest, 5).read_bytes() == b"bytes" and not proxy.requests
-
-
 class KeepingSink:
     """A sink that keeps all bytes, through a buffer of an odd size."""
 
