@@ -3,7 +3,6 @@
 import time
 from functools import partial
 from queue import SimpleQueue
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -27,9 +26,8 @@ def test_watch_cancels_requests_once() -> None:
     """Those whose client has left or whose time is over, also after a failed check of another one."""
 
     def answer(age: float = 0.0, left: bool = False, ended: bool = False, error: Exception | None = None) -> Any:
-        return SimpleNamespace(
-            arrival=time.monotonic() - age, ended=ended, abandoned=Mock(return_value=left, side_effect=error)
-        )
+        abandoned = Mock(return_value=left, side_effect=error)
+        return Mock(arrival=time.monotonic() - age, ended=ended, abandoned=abandoned)
 
     watch, reported = Watch(10.0), SimpleQueue[tuple[str, PreheatError]]()
     answers = {
