@@ -33,20 +33,15 @@ from tests.support.waiting import eventually
 from tests.support.workers import log_of, started
 
 
-@pytest.fixture(scope="module")
-def two(store: WritableStore, release: str) -> Iterator[Loaded]:
-    with ranked(store, release, 2) as (loaded, _):
-        yield loaded
-
-
-def test_two_ranks_make_the_pictures_of_one(two: Loaded, loaded: Loaded) -> None:
-    for number, scheduler in enumerate(SAMPLERS):
-        request = params(loaded, scheduler=scheduler, guidance_scale=(5.0, 1.0)[number % 2])
-        assert_equal(generate(two.model, [request])[0], generate(loaded.model, [request])[0])
+def test_two_ranks_make_the_pictures_of_one(store: WritableStore, release: str, loaded: Loaded) -> None:
+    with ranked(store, release, 2) as (two, _):
+        for number, scheduler in enumerate(SAMPLERS):
+            request = params(loaded, scheduler=scheduler, guidance_scale=(5.0, 1.0)[number % 2])
+            assert_equal(generate(two.model, [request])[0], generate(loaded.model, [request])[0])
 
 
 @pytest.mark.full
-def test_images_of_several_requests_share_a_divided_batch(two: Loaded, loaded: Loaded) -> None:
+def test_images_of_several_requests_share_a_divided_batch(store: WritableStore, release: str, loaded: Loaded) -> None:
     image = generate(loaded.model, [params(loaded, seed=1)])[0][0]
     levels = np.zeros((SIDE, SIDE), np.uint8)
     levels[: SIDE // 2] = 255
@@ -58,7 +53,8 @@ def test_images_of_several_requests_share_a_divided_batch(two: Loaded, loaded: L
         replace(params(loaded, seed=10), image=image, masks=(mask,)),
         params(loaded, use_refiner=True, denoising_frac=0.5),
     ]
-    assert_equal(generate(two.model, batch)[0], generate(loaded.model, batch)[0])
+    with ranked(store, release, 2) as (two, _):
+        assert_equal(generate(two.model, batch)[0], generate(loaded.model, batch)[0])
 
 
 HEIGHT, WIDTH = 128, 96
