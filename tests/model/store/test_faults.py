@@ -23,7 +23,6 @@ from engine_builder.local_server.demo import cold_start_phases
 from engine_builder.local_server.server import Layout, Server, ServerFailed, build_context, lay_out
 from engine_builder.releases.mirror import copy_release
 from engine_builder.stores.local import WritableLocalStore
-from engine_builder.stores.s3 import WritableS3Store
 from engine_builder.stores.s3_uploads import UPLOAD_PART_BYTES
 from model.errors import CorruptBlob, ManifestError, StoreError
 from model.store.manifest import Blob
@@ -70,12 +69,6 @@ def blob(s3: Any, bucket: str, data: bytes) -> Blob:
 def open_proxied(open_bucket: Opener, proxy: FaultyProxy) -> Opener:
     """Return a function that opens the bucket through the proxy, with small parts and without pauses."""
     return partial(open_bucket, endpoint=proxy.url, part_bytes=PART, retry_pause=0.0)
-
-
-@pytest.fixture
-def store(open_proxied: Opener) -> WritableS3Store:
-    """The bucket, through the proxy."""
-    return open_proxied(attempts=4)
 
 
 @pytest.fixture(autouse=True)
@@ -150,8 +143,9 @@ def test_finished_parts_are_kept_between_starts(
 
 
 def test_damaged_manifest_is_requested_again(
-    store: WritableS3Store, proxy: FaultyProxy, s3: Any, bucket: str, tmp_path: Path
+    open_proxied: Opener, proxy: FaultyProxy, s3: Any, bucket: str, tmp_path: Path
 ) -> None:
+    store = open_proxied(attempts=4)
     manifest = releases.draft_release(WritableLocalStore(tmp_path / "local"))
     for key in ("releases/toy/1.json", "records/drafts/x.json"):
         s3.put_object(Bucket=bucket, Key=key, Body=manifest.to_json())
@@ -168,8 +162,8 @@ def test_damaged_manifest_is_requested_again(
         proxy.clear()
 
 
-def test_upload_is_retried(store: WritableS3Store, proxy: FaultyProxy, s3: Any, bucket: str, tmp_path: Path) -> None:
-    file = tmp_path / "file"
+def test_upload_is_retried(open_proxied: Opener, proxy: FaultyProxy, s3: Any, bucket: str, tmp_path: Path) -> None:
+    store, file = open_proxied(attempts=4), tmp_path / "file"
     faults = [
         Fault("status", status=503, times=2, method="PUT"),
         Fault("status", status=400, code="BadDigest", times=2, method="PUT"),
