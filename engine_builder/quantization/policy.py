@@ -28,7 +28,7 @@ _NEWER_ENTRIES = ("smoothing", "convolutions", "vae_convolutions")  # that earli
 class BadPolicy(PreheatError):
     """A policy file cannot be read, has an unknown entry, or a pattern that matches no layer."""
 
-    remedy = "See docs/build-and-publish.md for the entries of a policy."
+    remedy = "See docs/quantization.md for the entries of a policy."
 
 
 class Policy(TomlSettings):

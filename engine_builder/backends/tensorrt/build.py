@@ -1,7 +1,7 @@
 """Build a plan from an ONNX graph: with TensorRT on the GPU that will run it, with TensorRT-RTX on any machine.
 
 A build can take minutes. So the library and the graph's nodes are checked before the build. The library is called
-directly, not through Polygraphy, so that mypy checks the calls. docs/tensorrt.md lists what ran on a real library.
+directly, not through Polygraphy, so that mypy checks the calls. docs/log/builds.md lists what ran on a real library.
 """
 
 import time

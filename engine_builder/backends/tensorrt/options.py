@@ -65,7 +65,7 @@ def parse_options(
     """Parse options as typed; `workspace` in GiB. Raises InvalidOption with the choices and their costs.
 
     Without `refit` it is "identical", or "none" for TensorRT-RTX. That library can strip a plan only on a GPU that runs
-    it: it then compiles kernels, which failed on an H100 (docs/tensorrt.md).
+    it: it then compiles kernels, which failed on an H100 (docs/log/builds.md).
     """
     if workspace is not None and not 0 < workspace < 1024:
         raise InvalidOption(f"A workspace of {workspace} GiB is not valid.", "Give more than 0, or omit --workspace.")

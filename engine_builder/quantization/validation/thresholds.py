@@ -19,7 +19,7 @@ Distance = Annotated[float, Field(ge=0, le=1)]
 class BadThresholds(PreheatError):
     """A file of thresholds cannot be read, or has an unknown or impossible entry."""
 
-    remedy = "See docs/build-and-publish.md for the entries of a file of thresholds."
+    remedy = "See docs/quantization.md for the entries of a file of thresholds."
 
 
 class Thresholds(TomlSettings):

@@ -368,7 +368,7 @@ def test_norms_and_shapes_are_few_nodes(kind: str, component: str, graph_of: Gra
 def test_tensorrt_rtx_fuses_the_graphs(
     component: str, layers: int, kernels: int, graph_of: GraphOf, tmp_path: Path
 ) -> None:
-    """The numbers are those of TensorRT-RTX 1.7.1, see docs/tensorrt.md. Fewer are better."""
+    """The numbers are those of TensorRT-RTX 1.7.1, see docs/log/builds.md. Fewer are better."""
     require_tensorrt_rtx()
     path = tmp_path / "graph.onnx"
     path.write_bytes(graph_of("opset 17", component)[1].model)
