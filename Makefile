@@ -95,7 +95,7 @@ test-load: export PREHEAT_BOMB_SECONDS ?= 30
 test-load: $(READY)
 	$(BIN)/pytest tests/load
 
-# Measures the curve of docs/scaling.md again, then runs the load tests.
+# Measures the curve of docs/operations.md again, then runs the load tests.
 load: $(READY)
 	$(BIN)/preheat load $(RELEASE) --out docs/benchmarks/cpu-load.json --plot docs/pictures/cpu-load.png
 	$(MAKE) test-load

@@ -160,21 +160,21 @@ def test_stream_events_are_those_of_the_service() -> None:
 
 def test_every_metric_is_in_the_table() -> None:
     declared = {metric.name: (metric.kind, metric.labels) for metric in declared_metrics()}
-    rows = re.findall(r"^\| `(preheat_\w+)` \| (\w+) \|(.*?)\|", (DOCS / "operations.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `(preheat_\w+)` \| (\w+) \|(.*?)\|", (DOCS / "metrics.md").read_text(), re.MULTILINE)
     assert {name: (kind, set(re.findall(r"\w+", labels))) for name, kind, labels in rows} == declared
 
 
 def test_every_phase_of_the_cold_start_is_in_the_table() -> None:
     sources = "".join(path.read_text() for path in (REPOSITORY / "model").rglob("*.py"))
     recorded = set(re.findall(r"""(?:cold_start\.phase|\.record)\("(\w+)\"""", sources))
-    text = (DOCS / "operations.md").read_text()
+    text = (DOCS / "scaling.md").read_text()
     table = text[text.index("| phase | what happens |") :].partition("\n\n")[0]
     assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == recorded
 
 
 def test_every_log_event_is_in_the_table() -> None:
     sources = "".join(path.read_text() for path in (REPOSITORY / "model").rglob("*.py"))
-    text = (DOCS / "operations.md").read_text()
+    text = (DOCS / "metrics.md").read_text()
     table = text[text.index("| `event` | when |") :].partition("\n\n")[0]
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) - {"event"} == set(
         re.findall(r'"event": "(\w+)"', sources)
@@ -184,7 +184,7 @@ def test_every_log_event_is_in_the_table() -> None:
 def test_autoscaling_table_has_the_settings() -> None:
     files = {name: REPOSITORY / "truss" / "autoscaling" / f"{name}.json" for name in ("development", "production")}
     development, production = (json.loads(path.read_text()) for path in files.values())
-    text = (DOCS / "deploy.md").read_text()
+    text = (DOCS / "scaling.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| (\d+) \| (\d+) \|", text, re.MULTILINE)
     assert {name: (int(low), int(high)) for name, low, high in rows} == {
         name: (value, production[name]) for name, value in development.items()
@@ -247,8 +247,7 @@ def error_classes() -> set[str]:
 
 def error_rows() -> list[tuple[str, str]]:
     """Return (class, messages) of each row of the tables of errors."""
-    text = (DOCS / "operations.md").read_text()
-    text = text[text.index("## Troubleshooting by error message") :]
+    text = (DOCS / "errors.md").read_text()
     return re.findall(r"^\| `(\w+)`[^|]*\| (.*?) \|", text, re.MULTILINE)
 
 

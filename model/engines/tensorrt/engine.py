@@ -1,7 +1,7 @@
 """Engines of TensorRT and TensorRT-RTX, on torch tensors. The calls to the library are in `execution`.
 
 A plan holds the code of one component, with one optimization profile for each bucket. A stripped plan holds no weights:
-a refit copies them into the plan on the GPU, so the caller may free the weight tensors afterwards. docs/tensorrt.md
+a refit copies them into the plan on the GPU, so the caller may free the weight tensors afterwards. docs/log/builds.md
 lists what ran on a real library.
 """
 
