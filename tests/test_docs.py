@@ -353,3 +353,8 @@ def test_site_has_exactly_the_pages_of_docs(site: Path) -> None:
         *expected,
         "docs/404.html",
     }
+
+
+def test_search_finds_no_page_of_the_log(site: Path) -> None:
+    found = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    assert not [entry["location"] for entry in found if entry["location"].startswith("log/")]
