@@ -224,7 +224,8 @@ def test_every_config_key_is_explained(path: Path) -> None:
             else:
                 yield from keys(value, f"{whole}.")
 
-    assert [key for key in keys(yaml.safe_load(path.read_text())) if f"`{key}`" not in text] == []
+    names = [key.removeprefix("model_metadata.preheat.") for key in keys(yaml.safe_load(path.read_text()))]
+    assert [name for name in names if f"`{name}`" not in text] == []
 
 
 @cache
