@@ -16,7 +16,6 @@ import argparse
 import random
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,6 +46,7 @@ PROMPTS = tuple(
     for background in ("blue", "white", "black")
 )
 LOG_EVERY_STEPS = 50
+SEED = 0
 
 
 class LoraLinear(nn.Module):
@@ -105,13 +105,11 @@ def _vector(scene: Scene, rng: random.Random) -> list[float]:
     return numbers
 
 
-def train(
-    model: Path, rank: int, batch: int, rate: float, seconds: float, max_steps: int | None, side: int, seed: int = 0
-) -> dict[str, LoraLinear]:
-    """Train for about `seconds`, or for `max_steps` if that is less. Returns the changed linears by name."""
+def train(model: Path, rank: int, batch: int, rate: float, seconds: float, side: int) -> dict[str, LoraLinear]:
+    """Train for about `seconds`. Returns the changed linears by name."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.manual_seed(seed)
-    networks, rng = load_networks(model), random.Random(seed)
+    torch.manual_seed(SEED)
+    networks, rng = load_networks(model), random.Random(SEED)
     for network in (networks.vae, networks.text_encoder, networks.text_encoder_2, networks.unet):
         network.to(device).eval().requires_grad_(False)
     layers = add_factors(networks.unet, rank)
@@ -119,13 +117,13 @@ def train(
     parameters = [factor for layer in layers.values() for factor in (layer.down, layer.up)]
     optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
     encode_text = TextEncoders(networks.text_encoder, networks.text_encoder_2)
-    noise_sampler, generator = NoiseSampler(device), torch.Generator(device).manual_seed(seed)
+    noise_sampler, generator = NoiseSampler(device), torch.Generator(device).manual_seed(SEED)
     scaling = networks.vae.config.scaling_factor
     began, losses = time.monotonic(), []
-    for step in _steps(began, seconds, max_steps):
-        # The rate falls to zero, in time or in steps, whichever ends first.
-        done = max((time.monotonic() - began) / seconds, step / max_steps if max_steps else 0.0)
-        optimizer.param_groups[0]["lr"] = rate * min(1.0, (step + 1) / 20) * max(0.0, 1 - done)
+    while (done := (time.monotonic() - began) / seconds) < 1:
+        step = len(losses)
+        # The rate falls to zero in time.
+        optimizer.param_groups[0]["lr"] = rate * min(1.0, (step + 1) / 20) * (1 - done)
         scenes = sample_scenes(rng, batch)
         with torch.no_grad():
             images = render_images(scenes.vectors.to(device), (side, side))
@@ -152,13 +150,6 @@ def train(
             recent = losses[-LOG_EVERY_STEPS:]
             print(f"[{time.monotonic() - began:6.1f} s] step {step}: loss {sum(recent) / len(recent):.4f}", flush=True)
     return layers
-
-
-def _steps(began: float, seconds: float, max_steps: int | None) -> Iterator[int]:
-    step = 0
-    while time.monotonic() - began < seconds and (max_steps is None or step < max_steps):
-        yield step
-        step += 1
 
 
 def write(layers: dict[str, LoraLinear], path: Path) -> None:
@@ -201,13 +192,10 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--seconds", type=float, default=180.0)
-    parser.add_argument("--max-steps", type=int)
     parser.add_argument("--side", type=int, default=256, help="of the images, in pixels")
     parser.add_argument("--evaluation-steps", type=int, default=20, help="denoising steps; 0: no images")
     options = parser.parse_args()
-    layers = train(
-        options.model, options.rank, options.batch, options.rate, options.seconds, options.max_steps, options.side
-    )
+    layers = train(options.model, options.rank, options.batch, options.rate, options.seconds, options.side)
     write(layers, options.out)
     print(f"wrote {options.out}: {len(layers)} layers of rank {options.rank}")
     for scale in (1.0, 0.0) if options.evaluation_steps else ():

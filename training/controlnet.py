@@ -13,12 +13,11 @@ colours, not its position. The same captions and seeds without the ControlNet sh
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -26,28 +25,25 @@ from typing import Any
 import diffusers
 import numpy as np
 import torch
-from diffusers import AutoencoderKL, ControlNetModel, StableDiffusionXLControlNetPipeline, UNet2DConditionModel
+from diffusers import ControlNetModel, StableDiffusionXLControlNetPipeline, UNet2DConditionModel
 from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 from model.images.canny import canny
-from training import captions, scenes
-from training.autoencoder import render_images
+from training import captions, conditioning, scenes
+from training.conditioning import SIDE
 from training.dataset import encode_caption
-from training.diffusion import DROPPED_SHARE, NoiseSampler, TextEncoders
+from training.diffusion import DROPPED_SHARE, NoisedLatents
 from training.export import METADATA
 from training.optimizer import EmaOptimizer, compute_dtype
 from training.render import SCENE_VECTOR_LENGTH, render_scene, scene_vector
 from training.score import detect_objects, score_image
 
-SIDE = 256  # pixels of the training images, the model's native size
 EMBEDDING_CHANNELS = (16, 32, 64, 96)  # of the control image's embedding; each after the first halves the sides
 SEED = 11
-EVALUATION_SEED = 5_000_011  # unlike any training scene's
 MAX_OFFSET = 0.06  # of the shorter side, between an object and its place in the control image
-PICTURE_COLUMNS = 8
+WORKERS = 14  # processes that make the scenes
 
 
 @dataclass(frozen=True)
@@ -95,20 +91,9 @@ class Examples:
         ids = torch.tensor([example.ids for example in examples], device=device)
         bits = np.stack([np.frombuffer(example.edges, np.uint8) for example in examples])
         self.edges = torch.from_numpy(bits).to(device)  # uint8 [scenes, SIDE * SIDE / 8]
-        vae = AutoencoderKL.from_pretrained(folder / "vae").to(device)
-        encode = TextEncoders(
-            CLIPTextModel.from_pretrained(folder / "text_encoder").to(device),
-            CLIPTextModelWithProjection.from_pretrained(folder / "text_encoder_2").to(device),
-        )
-        latents, states, pooled = [], [], []
-        with torch.no_grad():
-            for part in torch.arange(len(examples), device=device).split(64):
-                distribution = vae.encode(render_images(vectors[part], (SIDE, SIDE))).latent_dist
-                latents.append(distribution.mean * vae.config.scaling_factor)
-                *of_encoders, of_text = encode(ids[part])
-                states.append(torch.cat(of_encoders, 2).half())
-                pooled.append(of_text)
-        self.latents, self.states, self.pooled = torch.cat(latents), torch.cat(states), torch.cat(pooled)
+        self.latents = conditioning.encode_scenes(vectors, folder)
+        states, self.pooled = conditioning.encode_captions(ids, folder)
+        self.states = states.half()
 
     def control(self, indices: Tensor) -> Tensor:
         """Return the control images of scenes, float32 [batch, 3, SIDE, SIDE], 0 or 1."""
@@ -126,17 +111,12 @@ def train(
     network.to(device).train()
     nn.Module.to(unet, device, compute_dtype(device)).requires_grad_(False)
     optimizer = EmaOptimizer(nn.ModuleDict({"controlnet": network}), steps, rate)
-    sampler = NoiseSampler(device)
-    generator = torch.Generator(device).manual_seed(SEED)
-    dtype, start = compute_dtype(device), time.monotonic()
-    sizes = torch.tensor([SIDE, SIDE, 0, 0, SIDE, SIDE], device=device, dtype=torch.float32).expand(batch, -1)
-    loss = torch.zeros(())
-    for step in range(steps):
-        indices = torch.randint(len(examples.latents), (batch,), generator=generator, device=device)
-        noised = sampler.add_noise(examples.latents[indices], generator)
+    dtype = compute_dtype(device)
+
+    def loss(indices: Tensor, noised: NoisedLatents, generator: torch.Generator) -> Tensor:
         kept = torch.rand(batch, generator=generator, device=device) >= DROPPED_SHARE
         states = (examples.states[indices] * kept[:, None, None]).to(dtype)
-        added = {"text_embeds": (examples.pooled[indices] * kept[:, None]).to(dtype), "time_ids": sizes}
+        added = conditioning.added_conditions((examples.pooled[indices] * kept[:, None]).to(dtype))
         sample = noised.latents.to(dtype)
         down, middle = network(
             sample, noised.timesteps, states, examples.control(indices).to(dtype), added_cond_kwargs=added,
@@ -146,20 +126,15 @@ def train(
             sample, noised.timesteps, states, added_cond_kwargs=added, return_dict=False,
             down_block_additional_residuals=down, mid_block_additional_residual=middle,
         )  # fmt: skip
-        error = (predicted.float() - noised.noise).square().mean((1, 2, 3))
-        loss = (error * noised.weights).mean()
-        optimizer.update(loss)
-        if step % 100 == 0 or step == steps - 1:
-            print(f"step {step}, {time.monotonic() - start:.0f} s, loss {loss.item():.4f}", flush=True)
-        if time.monotonic() - start > seconds:
-            break
-    optimizer.use_averages()
-    return network.eval(), optimizer.step, loss.item()
+        return conditioning.noise_error(predicted, noised)
+
+    finished, last = conditioning.optimize(optimizer, examples.latents, batch, seconds, SEED, loss)
+    return network.eval(), finished, last
 
 
 def held_out_scenes(count: int) -> list[scenes.Scene]:
     """Return scenes of one object whose triple no training scene has."""
-    rng = random.Random(EVALUATION_SEED)
+    rng = random.Random(conditioning.EVALUATION_SEED)
     return [scenes.sample_scene(rng, held_out=True, kind="single") for _ in range(count)]
 
 
@@ -169,36 +144,26 @@ def caption_of(scene: scenes.Scene) -> str:
     return f"a {item.colour} {item.shape} on a {scene.background} background"
 
 
-def evaluate(
-    folder: Path, network: ControlNetModel, count: int, steps: int, device: torch.device
-) -> tuple[Score, list[Image.Image]]:
-    """Score the ControlNet on held-out scenes. Returns the score, and pairs of a control image and its picture."""
+def evaluate(folder: Path, network: ControlNetModel, count: int, steps: int, device: torch.device) -> Score:
+    """Score the ControlNet on held-out scenes."""
     pipeline: Any = StableDiffusionXLControlNetPipeline.from_pretrained(
         folder, controlnet=network, add_watermarker=False
     )
     pipeline.to(device).set_progress_bar_config(disable=True)
     counts = {"placed": 0, "true": 0, "both": 0, "chance": 0}
-    pictures: list[Image.Image] = []
     for number, scene in enumerate(held_out_scenes(count)):
         edges = Image.fromarray(scene_edges(scene).astype(np.uint8) * 255).convert("RGB")
         text = caption_of(scene)
-
-        def generate(scale: float, text: str = text, edges: Image.Image = edges, seed: int = number) -> Image.Image:
-            generator = torch.Generator("cpu").manual_seed(seed)
-            [image] = pipeline(
-                text, image=edges, controlnet_conditioning_scale=scale, num_inference_steps=steps, guidance_scale=3.0,
-                generator=generator, height=SIDE, width=SIDE,
-            ).images  # fmt: skip
-            return image  # type: ignore[no-any-return]
-
-        picture, without = generate(1.0), generate(0.0)
+        picture, without = (
+            conditioning.generate(pipeline, text, number, steps, image=edges, controlnet_conditioning_scale=scale)
+            for scale in (1.0, 0.0)
+        )
         placed, true = is_placed(picture, scene), score_image(picture, captions.parse_caption(text)).ok
         counts["placed"] += placed
         counts["true"] += true
         counts["both"] += placed and true
         counts["chance"] += is_placed(without, scene)
-        pictures += [edges, picture]
-    return Score(**{name: found / count for name, found in counts.items()}, scenes=count), pictures
+    return Score(**{name: found / count for name, found in counts.items()}, scenes=count)
 
 
 def is_placed(image: Image.Image | np.ndarray, scene: scenes.Scene) -> bool:
@@ -206,20 +171,6 @@ def is_placed(image: Image.Image | np.ndarray, scene: scenes.Scene) -> bool:
     _, objects = detect_objects(image)
     [item] = scene.objects
     return len(objects) == 1 and bool(np.hypot(objects[0].x - item.x, objects[0].y - item.y) <= MAX_OFFSET)
-
-
-def write_sheet(pictures: list[Image.Image], path: Path) -> None:
-    """Write rows of control images, each with the row of their pictures below."""
-    controls, results = pictures[::2][: 2 * PICTURE_COLUMNS], pictures[1::2][: 2 * PICTURE_COLUMNS]
-    rows = -(-len(controls) // PICTURE_COLUMNS)
-    sheet = Image.new("RGB", (PICTURE_COLUMNS * SIDE // 2, rows * SIDE), "white")
-    for number, pair in enumerate(zip(controls, results, strict=True)):
-        row, column = divmod(number, PICTURE_COLUMNS)
-        for below, picture in enumerate(pair):
-            small = picture.resize((SIDE // 2, SIDE // 2), Image.Resampling.LANCZOS)
-            sheet.paste(small, (column * SIDE // 2, row * SIDE + below * SIDE // 2))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    sheet.save(path)
 
 
 def export(network: ControlNetModel, folder: Path, card: str) -> None:
@@ -243,7 +194,7 @@ tests and demos. The control image is white edges on black, as `preprocess: cann
 
     .venv/bin/preheat build data/tiny-sdxl --controlnet edges=data/tiny-sdxl-controlnet
 
-Trained by `python -m training.controlnet` on {facts["scenes"]:,} random scenes of {SIDE}x{SIDE} pixels:
+Trained by `python -m training.controlnet` on {facts["examples"]:,} random scenes of {SIDE}x{SIDE} pixels:
 {facts["steps"]:,} steps of {facts["batch"]} images in {facts["seconds"]:.0f} s on one {facts["device"]} (torch
 {torch.__version__}, diffusers {diffusers.__version__}). UNet, text encoders and VAE did not change. Weights in fp16.
 All data is drawn by `training/render.py`.
@@ -262,42 +213,22 @@ Limits: edges of plain figures on a plain background only, and no other use.
 """
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--model", type=Path, default=Path("data/tiny-sdxl"))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--scenes", type=int, default=20_000)
-    parser.add_argument("--steps", type=int, default=6000)
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--rate", type=float, default=5e-4)
-    parser.add_argument("--seconds", type=float, default=420, help="the training ends after so many seconds")
-    parser.add_argument("--workers", type=int, default=14)
-    parser.add_argument("--evaluate", type=int, default=100, help="number of held-out scenes")
-    parser.add_argument("--sampling-steps", type=int, default=20)
-    parser.add_argument("--pictures", type=Path, help="write a sheet of control images and pictures, a PNG")
-    arguments = parser.parse_args()
-    device, start = torch.device(arguments.device), time.monotonic()
-    with ProcessPoolExecutor(arguments.workers, mp_context=get_context("spawn")) as pool:
-        made = list(pool.map(sample_example, range(arguments.scenes), chunksize=50))
+def train_and_score(out: Path, seconds: float, device: torch.device) -> tuple[Score, dict[str, Any]]:
+    """Train a ControlNet, score it, and write it."""
+    start = time.monotonic()
+    with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool:
+        made = list(pool.map(sample_example, range(conditioning.EXAMPLES), chunksize=50))
     print(f"{len(made)} scenes in {time.monotonic() - start:.0f} s", flush=True)
-    examples = Examples(made, arguments.model, device)
+    examples = Examples(made, conditioning.MODEL, device)
     begun = time.monotonic()
     network, steps, loss = train(
-        arguments.model, examples, arguments.steps, arguments.batch, arguments.rate, arguments.seconds, device
+        conditioning.MODEL, examples, conditioning.STEPS, conditioning.BATCH, conditioning.RATE, seconds, device
     )
-    seconds = time.monotonic() - begun
-    score, pictures = evaluate(arguments.model, network, arguments.evaluate, arguments.sampling_steps, device)
-    if arguments.pictures:
-        write_sheet(pictures, arguments.pictures)
-    facts: dict[str, Any] = {
-        "scenes": arguments.scenes, "steps": steps, "batch": arguments.batch, "seconds": seconds, "loss": loss,
-        "sampling_steps": arguments.sampling_steps,
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
-    }  # fmt: skip
-    export(network, arguments.out, model_card(score, facts))
-    print(json.dumps(facts | asdict(score)))
+    facts = conditioning.facts_of(steps, loss, time.monotonic() - begun, device)
+    score = evaluate(conditioning.MODEL, network, conditioning.EVALUATED, conditioning.SAMPLING_STEPS, device)
+    export(network, out, model_card(score, facts))
+    return score, facts
 
 
 if __name__ == "__main__":
-    main()
+    conditioning.run(__doc__, train_and_score)

@@ -1,12 +1,10 @@
 """Write the model in diffusers' layout: the base, and the refiner in its folder `refiner/`.
 
 The refiner's `text_encoder_2` and `vae` are byte-identical copies of the base's.
-`python -m training.export --random DIR` writes an untrained model of the same architecture.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 from dataclasses import dataclass
@@ -136,19 +134,3 @@ def _write_text_encoder(network: CLIPTextModel | CLIPTextModelWithProjection, fo
 
 def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--random", action="store_true", help="write untrained weights from a fixed seed")
-    arguments = parser.parse_args()
-    if not arguments.random:
-        parser.error(
-            "this command writes only untrained models: add --random. `python -m training.train` exports trained ones."
-        )
-    export_model(random_networks(), arguments.folder)
-
-
-if __name__ == "__main__":
-    main()

@@ -14,11 +14,9 @@ without the adapter show what chance gives.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +24,18 @@ import diffusers
 import numpy as np
 import torch
 import torch.nn.functional as F
-from diffusers import AutoencoderKL, StableDiffusionXLPipeline, UNet2DConditionModel
+from diffusers import StableDiffusionXLPipeline, UNet2DConditionModel
 from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPVisionConfig, CLIPVisionModelWithProjection
+from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
-from training import scenes
+from training import conditioning, scenes
 from training.autoencoder import render_images
 from training.captions import StatedObject, Statement
-from training.controlnet import EVALUATION_SEED, SIDE, write_sheet
+from training.conditioning import SIDE
 from training.dataset import encode_caption
-from training.diffusion import DROPPED_SHARE, NoiseSampler, TextEncoders
+from training.diffusion import DROPPED_SHARE, NoisedLatents
 from training.export import METADATA
 from training.optimizer import EmaOptimizer, compute_dtype
 from training.render import render_scene, scene_vector
@@ -113,21 +111,11 @@ class Examples:
         vectors = torch.tensor([example.vector for example in examples], device=device)
         self.references = torch.tensor([example.reference for example in examples], device=device)
         self.colours = torch.tensor([example.colour for example in examples], device=device)
-        vae = AutoencoderKL.from_pretrained(folder / "vae").to(device)
-        encode = TextEncoders(
-            CLIPTextModel.from_pretrained(folder / "text_encoder").to(device),
-            CLIPTextModelWithProjection.from_pretrained(folder / "text_encoder_2").to(device),
-        )
         # There are few captions: of each shape and background.
         captions = sorted({tuple(example.ids) for example in examples})
         self.captions = torch.tensor([captions.index(tuple(example.ids)) for example in examples], device=device)
-        latents = []
-        with torch.no_grad():
-            for part in torch.arange(len(examples), device=device).split(64):
-                distribution = vae.encode(render_images(vectors[part], (SIDE, SIDE))).latent_dist
-                latents.append(distribution.mean * vae.config.scaling_factor)
-            *states, self.pooled = encode(torch.tensor(captions, device=device))
-        self.states, self.latents = torch.cat(states, 2), torch.cat(latents)
+        self.states, self.pooled = conditioning.encode_captions(torch.tensor(captions, device=device), folder)
+        self.latents = conditioning.encode_scenes(vectors, folder)
 
 
 class IpAdapter:
@@ -184,35 +172,23 @@ def train(
     adapter: IpAdapter, examples: Examples, steps: int, batch: int, rate: float, seconds: float, device: torch.device
 ) -> tuple[int, float]:
     """Train for `steps`, or until `seconds` are over. Returns the finished steps and the last loss."""
-    optimizer = EmaOptimizer(adapter.trained, steps, rate)
-    sampler = NoiseSampler(device)
-    generator = torch.Generator(device).manual_seed(SEED)
-    dtype, start = compute_dtype(device), time.monotonic()
-    sizes = torch.tensor([SIDE, SIDE, 0, 0, SIDE, SIDE], device=device, dtype=torch.float32).expand(batch, -1)
-    loss = torch.zeros(())
-    for step in range(steps):
-        indices = torch.randint(len(examples.latents), (batch,), generator=generator, device=device)
-        noised = sampler.add_noise(examples.latents[indices], generator)
+    dtype = compute_dtype(device)
+
+    def loss(indices: Tensor, noised: NoisedLatents, generator: torch.Generator) -> Tensor:
         kept = torch.rand(2, batch, generator=generator, device=device) >= DROPPED_SHARE
         of_text = examples.captions[indices]
         states = (examples.states[of_text] * kept[0, :, None, None]).to(dtype)
         pooled = (examples.pooled[of_text] * kept[0, :, None]).to(dtype)
         embeds = adapter.encoder(reference_pixels(examples.references[indices]).to(dtype)).image_embeds
         colour = F.cross_entropy(adapter.head(embeds).float(), examples.colours[indices])
-        added = {"text_embeds": pooled, "time_ids": sizes, "image_embeds": [(embeds * kept[1, :, None])[:, None]]}
+        added = conditioning.added_conditions(pooled) | {"image_embeds": [(embeds * kept[1, :, None])[:, None]]}
         [predicted] = adapter.unet(
             noised.latents.to(dtype), noised.timesteps, states, added_cond_kwargs=added, return_dict=False
         )
-        error = (predicted.float() - noised.noise).square().mean((1, 2, 3))
-        loss = (error * noised.weights).mean() + COLOUR_WEIGHT * colour
-        optimizer.update(loss)
-        if step % 100 == 0 or step == steps - 1:
-            losses = f"loss {loss.item():.4f}, colour {colour.item():.3f}"
-            print(f"step {step}, {time.monotonic() - start:.0f} s, {losses}", flush=True)
-        if time.monotonic() - start > seconds:
-            break
-    optimizer.use_averages()
-    return optimizer.step, loss.item()
+        return conditioning.noise_error(predicted, noised) + COLOUR_WEIGHT * colour
+
+    optimizer = EmaOptimizer(adapter.trained, steps, rate)
+    return conditioning.optimize(optimizer, examples.latents, batch, seconds, SEED, loss)
 
 
 def export(adapter: IpAdapter, folder: Path) -> None:
@@ -240,7 +216,7 @@ class Case:
 
 def held_out_cases(count: int) -> list[Case]:
     """Return references of one object whose triple no training scene has."""
-    rng = random.Random(EVALUATION_SEED)
+    rng = random.Random(conditioning.EVALUATION_SEED)
     cases = []
     for _ in range(count):
         reference = scenes.sample_scene(rng, held_out=True, kind="single")
@@ -249,36 +225,25 @@ def held_out_cases(count: int) -> list[Case]:
     return cases
 
 
-def evaluate(
-    model: Path, folder: Path, count: int, steps: int, device: torch.device
-) -> tuple[Score, list[Image.Image]]:
-    """Score the files of a folder on held-out references.
-
-    Returns the score, and pairs of a reference and its picture.
-    """
+def evaluate(model: Path, folder: Path, count: int, steps: int, device: torch.device) -> Score:
+    """Score the files of a folder on held-out references."""
     pipeline: Any = StableDiffusionXLPipeline.from_pretrained(model, add_watermarker=False)
     pipeline.load_ip_adapter(str(folder), subfolder="", weight_name=FILE, image_encoder_folder="image_encoder")
     pipeline.to(device).set_progress_bar_config(disable=True)
     counts = {"colour": 0, "caption": 0, "both": 0, "chance": 0}
-    pictures: list[Image.Image] = []
     for number, case in enumerate(held_out_cases(count)):
         reference = Image.fromarray(render_scene(case.reference, SIDE, SIDE))
         made = []
         for scale in (1.0, 0.0):
             pipeline.set_ip_adapter_scale(scale)
-            [image] = pipeline(
-                caption_of(case.shape, case.background), ip_adapter_image=reference, num_inference_steps=steps,
-                guidance_scale=3.0, generator=torch.Generator("cpu").manual_seed(number), height=SIDE, width=SIDE,
-            ).images  # fmt: skip
-            made.append(image)
+            text = caption_of(case.shape, case.background)
+            made.append(conditioning.generate(pipeline, text, number, steps, ip_adapter_image=reference))
         colour = case.reference.objects[0].colour
-        true = has_colour(made[0], colour)
-        counts["colour"] += true
+        counts["colour"] += has_colour(made[0], colour)
         counts["caption"] += follows_caption(made[0], case)
         counts["both"] += score_image(made[0], case.statement).ok
         counts["chance"] += has_colour(made[1], colour)
-        pictures += [reference, made[0]]
-    return Score(**{name: found / count for name, found in counts.items()}, references=count), pictures
+    return Score(**{name: found / count for name, found in counts.items()}, references=count)
 
 
 def has_colour(image: Image.Image | np.ndarray, colour: str) -> bool:
@@ -320,38 +285,18 @@ Limits: one plain figure on a plain background, one of eight colours, and no oth
 """
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--model", type=Path, default=Path("data/tiny-sdxl"))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--examples", type=int, default=20_000)
-    parser.add_argument("--steps", type=int, default=6000)
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--rate", type=float, default=5e-4)
-    parser.add_argument("--seconds", type=float, default=420, help="the training ends after so many seconds")
-    parser.add_argument("--evaluate", type=int, default=100, help="number of held-out references")
-    parser.add_argument("--sampling-steps", type=int, default=20)
-    parser.add_argument("--pictures", type=Path, help="write a sheet of references and pictures, a PNG")
-    arguments = parser.parse_args()
-    device = torch.device(arguments.device)
-    examples = Examples([sample_example(number) for number in range(arguments.examples)], arguments.model, device)
+def train_and_score(out: Path, seconds: float, device: torch.device) -> tuple[Score, dict[str, Any]]:
+    """Train an IP-Adapter, write it, and score the written files."""
+    examples = Examples([sample_example(number) for number in range(conditioning.EXAMPLES)], conditioning.MODEL, device)
     begun = time.monotonic()
-    adapter = IpAdapter(arguments.model, device)
-    steps, loss = train(adapter, examples, arguments.steps, arguments.batch, arguments.rate, arguments.seconds, device)
-    seconds = time.monotonic() - begun
-    export(adapter, arguments.out)
-    score, pictures = evaluate(arguments.model, arguments.out, arguments.evaluate, arguments.sampling_steps, device)
-    if arguments.pictures:
-        write_sheet(pictures, arguments.pictures)
-    facts: dict[str, Any] = {
-        "examples": arguments.examples, "steps": steps, "batch": arguments.batch, "seconds": seconds, "loss": loss,
-        "sampling_steps": arguments.sampling_steps,
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
-    }  # fmt: skip
-    (arguments.out / "README.md").write_text(model_card(score, facts))
-    print(json.dumps(facts | asdict(score)))
+    adapter = IpAdapter(conditioning.MODEL, device)
+    steps, loss = train(adapter, examples, conditioning.STEPS, conditioning.BATCH, conditioning.RATE, seconds, device)
+    facts = conditioning.facts_of(steps, loss, time.monotonic() - begun, device)
+    export(adapter, out)
+    score = evaluate(conditioning.MODEL, out, conditioning.EVALUATED, conditioning.SAMPLING_STEPS, device)
+    (out / "README.md").write_text(model_card(score, facts))
+    return score, facts
 
 
 if __name__ == "__main__":
-    main()
+    conditioning.run(__doc__, train_and_score)

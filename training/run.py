@@ -27,20 +27,11 @@ class TrainingRun:
 
     out: folder of the checkpoints and the results.
     stop_after: seconds from now after which the run pauses; None never pauses.
-    compile_networks: compile the stages that support it. Only CUDA uses it.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        out: Path,
-        workers: ChunkWorkers,
-        stop_after: float | None = None,
-        compile_networks: bool = True,
-    ) -> None:
+    def __init__(self, settings: Settings, out: Path, workers: ChunkWorkers, stop_after: float | None = None) -> None:
         self.settings, self.out, self.workers = settings, out, workers
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.compile_networks = compile_networks and self.device.type == "cuda"
         self.started = time.monotonic()
         self.stop_after = stop_after
 
@@ -48,8 +39,8 @@ class TrainingRun:
         print(f"[{time.monotonic() - self.started:7.1f} s] {text}", flush=True)
 
     def compile(self, function: Callable[..., Any], networks: nn.Module) -> Callable[..., Any]:
-        """Compile `function`, which runs `networks`, unless this run does not compile."""
-        return compile_function(function, networks) if self.compile_networks else function
+        """Compile `function`, which runs `networks`, on a GPU."""
+        return compile_function(function, networks) if self.device.type == "cuda" else function
 
     def resume(self, stage: str, optimizer: EmaOptimizer) -> None:
         """Load the checkpoint of a stage, if there is one."""

@@ -20,7 +20,7 @@ from training import architecture
 from training.autoencoder import train_autoencoder, train_decoder
 from training.dataset import ChunkWorkers
 from training.diffusion import start_from_base, train_base, train_refiner
-from training.export import export_model, load_networks, random_networks
+from training.export import export_model, random_networks
 from training.optimizer import save_tensors
 from training.run import PausedError, TrainingRun
 from training.settings import load_settings
@@ -38,13 +38,12 @@ class StageError(Exception):
     """A stage cannot be trained before the stages that it needs."""
 
 
-def train(run: TrainingRun, start_from: Path | None = None, stages: Sequence[str] = STAGES) -> None:
+def train(run: TrainingRun, stages: Sequence[str] = STAGES) -> None:
     """Train those of `stages` that are not trained yet. Export the model if all stages are trained.
 
-    start_from: an exported model. Its autoencoder is kept, and the other networks start with its weights.
     Raises PausedError when the run's time is over, StageError for a stage before one that it needs.
     """
-    networks = load_networks(start_from) if start_from else random_networks(run.settings.seed)
+    networks = random_networks(run.settings.seed)
     seconds_file = run.out / "seconds.json"
 
     def result_file(stage: str) -> Path:
@@ -89,8 +88,6 @@ def train(run: TrainingRun, start_from: Path | None = None, stages: Sequence[str
         return train_refiner(run, networks)
 
     vae: dict[str, nn.Module] = {"vae": networks.vae}
-    if start_from and not result_file("vae").exists():
-        save_result("vae", vae, 0.0)
     run_stage("vae", vae, train_new_autoencoder)
     if result_file("vae").exists():
         networks.vae.register_to_config(scaling_factor=read_seconds()["vae_scaling_factor"])
@@ -119,8 +116,6 @@ def main() -> None:
         "--stop-after", type=float, metavar="SECONDS", help="save a checkpoint and stop after this time"
     )
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="train only these; default: all")
-    parser.add_argument("--start-from", type=Path, metavar="MODEL", help="an exported model to start from")
-    parser.add_argument("--eager", action="store_true", help="do not compile the decoder and the refiner")
     arguments = parser.parse_args()
     settings = load_settings(arguments.settings)
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -128,8 +123,7 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.allow_tf32 = True
     try:
-        run = TrainingRun(settings, arguments.out, workers, arguments.stop_after, compile_networks=not arguments.eager)
-        train(run, arguments.start_from, arguments.stages)
+        train(TrainingRun(settings, arguments.out, workers, arguments.stop_after), arguments.stages)
     except PausedError:
         pass  # its log states how to continue
     except StageError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import permutations
+from itertools import permutations, product
 
 import numpy as np
 import pytest
@@ -18,13 +18,9 @@ from training.score import detect_objects, score_image
 
 
 def single(
-    shape: str = "star",
-    colour: str = "red",
-    size: str = "large",
-    x: float = 0.5,
-    y: float = 0.5,
+    shape: str = "star", colour: str = "red", size: str = "large", x: float = 0.5, y: float = 0.5,
     background: str = "white",
-) -> Scene:
+) -> Scene:  # fmt: skip
     radius = sum(scenes.RADII[1][size]) / 2
     return Scene("single", background, (SceneObject(shape, colour, size, x, y, radius),))
 
@@ -43,31 +39,30 @@ RED_STAR, RED_CIRCLE = ("star", "red"), ("circle", "red")
 BLUE_STAR, BLUE_CIRCLE = ("star", "blue"), ("circle", "blue")
 
 
-@pytest.mark.parametrize("kind", ["single", "count", "pair"])
-@pytest.mark.parametrize(("height", "width"), [(256, 256), (192, 320), (320, 192)])
-def test_accepts_every_sampled_scene(kind: str, height: int, width: int) -> None:
-    rng = random.Random(f"{kind}{height}")
-    for _ in range(25):
-        scene = scenes.sample_scene(rng, width / height, kind=kind)
-        text, statement = captions.describe_scene(scene, rng, full=True)
-        verdict = score_image(render_scene(scene, height, width), statement)
-        assert verdict.ok, (text, verdict)
+def test_accepts_every_sampled_scene() -> None:
+    for kind in ("single", "count", "pair"):
+        for height, width in ((256, 256), (192, 320), (320, 192)):
+            rng = random.Random(f"{kind}{height}")
+            for _ in range(8):
+                scene = scenes.sample_scene(rng, width / height, kind=kind)
+                text, statement = captions.describe_scene(scene, rng, full=True)
+                verdict = score_image(render_scene(scene, height, width), statement)
+                assert verdict.ok, (text, verdict)
 
 
-@pytest.mark.parametrize("shape", scenes.SHAPES)
-@pytest.mark.parametrize("size", scenes.SIZES)
-def test_detects_shape_size_and_position(shape: str, size: str) -> None:
-    scene = single(shape=shape, size=size, x=0.4, y=0.6)
-    background, (detected,) = detect_objects(render_scene(scene))
-    assert (background, detected.shape, detected.colour) == ("white", shape, "red")
-    assert detected.x == pytest.approx(0.4, abs=0.02) and detected.y == pytest.approx(0.6, abs=0.03)
-    assert detected.radius == pytest.approx(scene.objects[0].radius, rel=0.08)
+def test_detects_shape_size_and_position() -> None:
+    for shape, size in product(scenes.SHAPES, scenes.SIZES):
+        scene = single(shape=shape, size=size, x=0.4, y=0.6)
+        background, (detected,) = detect_objects(render_scene(scene))
+        assert (background, detected.shape, detected.colour) == ("white", shape, "red")
+        assert detected.x == pytest.approx(0.4, abs=0.02) and detected.y == pytest.approx(0.6, abs=0.03)
+        assert detected.radius == pytest.approx(scene.objects[0].radius, rel=0.08)
 
 
-@pytest.mark.parametrize(("colour", "background"), list(permutations(scenes.COLOURS, 2)))
-def test_detects_every_colour_on_every_other(colour: str, background: str) -> None:
-    detected_background, (detected,) = detect_objects(render_scene(single("circle", colour, background=background)))
-    assert (detected_background, detected.colour) == (background, colour)
+def test_detects_every_colour_on_every_other() -> None:
+    for colour, background in permutations(scenes.COLOURS, 2):
+        detected_background, (detected,) = detect_objects(render_scene(single("circle", colour, background=background)))
+        assert (detected_background, detected.colour) == (background, colour)
 
 
 WRONG = [
@@ -91,11 +86,10 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("scene", "caption", "reason"), WRONG, ids=[f"{text}: {why}" for _, text, why in WRONG])
-def test_refuses_wrong_scene(scene: Scene, caption: str, reason: str) -> None:
-    verdict = score_image(render_scene(scene), parse_caption(caption))
-    assert not verdict.ok
-    assert reason in verdict.reason
+def test_refuses_wrong_scene() -> None:
+    for scene, caption, reason in WRONG:
+        verdict = score_image(render_scene(scene), parse_caption(caption))
+        assert not verdict.ok and reason in verdict.reason, (caption, reason)
 
 
 CORRECT = [
@@ -107,15 +101,12 @@ CORRECT = [
 ]
 
 
-@pytest.mark.parametrize(("scene", "caption"), CORRECT, ids=[caption for _, caption in CORRECT])
-def test_accepts_correct_scene(scene: Scene, caption: str) -> None:
-    verdict = score_image(render_scene(scene), parse_caption(caption))
-    assert verdict.ok, verdict.reason
-
-
-def test_accepts_soft_edges() -> None:
-    image = render_scene(single(), edge_pixels=6.0)
-    assert score_image(image, parse_caption("a large red star on a white background")).ok
+def test_accepts_correct_scene() -> None:
+    for scene, caption in CORRECT:
+        verdict = score_image(render_scene(scene), parse_caption(caption))
+        assert verdict.ok, verdict.reason
+    soft = render_scene(single(), edge_pixels=6.0)
+    assert score_image(soft, parse_caption("a large red star on a white background")).ok
 
 
 def paint_half_of_the_circle(image: np.ndarray) -> None:
@@ -148,14 +139,14 @@ DAMAGE: dict[Callable[[np.ndarray], None], str] = {
 }
 
 
-@pytest.mark.parametrize(("damage", "reason"), DAMAGE.items(), ids=[damage.__name__ for damage in DAMAGE])
-def test_refuses_damaged_image(damage: Callable[[np.ndarray], None], reason: str) -> None:
-    image = render_scene(single("circle"))
+def test_refuses_damaged_image() -> None:
     statement = parse_caption("a red circle on a white background")
-    assert score_image(image, statement).ok
-    damage(image)
-    verdict = score_image(image, statement)
-    assert not verdict.ok and reason in verdict.reason
+    for damage, reason in DAMAGE.items():
+        image = render_scene(single("circle"))
+        assert score_image(image, statement).ok
+        damage(image)
+        verdict = score_image(image, statement)
+        assert not verdict.ok and reason in verdict.reason, reason
 
 
 def test_refuses_an_additional_object_of_the_stated_kind() -> None:
@@ -164,8 +155,3 @@ def test_refuses_an_additional_object_of_the_stated_kind() -> None:
     statement = parse_caption("a small red star")
     assert score_image(render_scene(scene), statement).ok
     assert not score_image(render_scene(more), statement).ok
-
-
-def test_refuses_array_of_another_shape() -> None:
-    with pytest.raises(ValueError, match=r"\[height, width, 3\]"):
-        detect_objects(np.zeros((8, 8), np.uint8))

@@ -14,6 +14,7 @@ from training.captions import describe_scene
 from training.dataset import encode_caption
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")
@@ -62,17 +63,8 @@ def test_decodes_unknown_words(clip: Any, text: str) -> None:
     assert decoded.replace(" ", "") == text.lower().replace(" ", "")
 
 
-def test_truncates_long_text_to_77_tokens(clip: Any) -> None:
-    ids = padded_ids(clip, "red " * 200)
-    assert len(ids) == 77 and ids[-1] == clip.eos_token_id
-
-
-def test_ignores_case(clip: Any) -> None:
-    assert clip("A Red CIRCLE").input_ids == clip("a red circle").input_ids
-
-
 def test_training_encoder_equals_transformers(clip: Any) -> None:
     rng = random.Random(6)
     captions = [describe_scene(scenes.sample_scene(rng), rng)[0] for _ in range(300)]
-    for text in [*captions, "Unknown words, 17 zebras!", "red " * 200, ""]:
+    for text in [*captions, "Unknown words, 17 ZEBRAS!", "red " * 200, ""]:
         assert encode_caption(text) == padded_ids(clip, text), text
