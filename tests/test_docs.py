@@ -35,12 +35,8 @@ from tests.support.metrics import declared_metrics
 from tests.support.repository import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
-PAGES = [
-    REPOSITORY / "README.md",
-    REPOSITORY / "CONTRIBUTING.md",
-    *sorted(DOCS.glob("*.md")),
-    *sorted(DOCS.glob("log/*.md")),
-]
+ROOT_PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"]
+PAGES = [*ROOT_PAGES, *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("log/*.md"))]
 # Only stores raise and catch it.
 INTERNAL_ERRORS = {"FileMissing"}
 
@@ -63,17 +59,15 @@ def anchors(page: Path) -> set[str]:
     return {anchor_of(heading) for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=relative)
-def test_relative_links_resolve(page: Path) -> None:
+def test_relative_links_resolve() -> None:
     broken = []
-    prose = re.sub(r"`[^`\n]+`", "", without_code_blocks(page.read_text()))
-    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
-        if urlsplit(target).scheme:
-            continue
-        name, _, anchor = target.partition("#")
-        file = (page.parent / name).resolve() if name else page
-        if not file.exists() or (anchor and anchor not in anchors(file)):
-            broken.append(target)
+    for page in PAGES:
+        prose = re.sub(r"`[^`\n]+`", "", without_code_blocks(page.read_text()))
+        for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+            name, _, anchor = target.partition("#")
+            file = (page.parent / name).resolve() if name else page
+            if not urlsplit(target).scheme and (not file.exists() or (anchor and anchor not in anchors(file))):
+                broken.append(f"{relative(page)}: {target}")
     assert broken == []
 
 
@@ -88,39 +82,47 @@ def commands(page: Path) -> Iterator[list[str]]:
                 yield shlex.split(command, comments=True)
 
 
-COMMANDS = [pytest.param(words, id=f"{page.name}: {' '.join(words)}") for page in PAGES for words in commands(page)]
-
-
-@pytest.mark.parametrize("words", COMMANDS)
-def test_shown_command_parses(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for word in words:  # a reader of the page has these files
-        if not word.startswith(("-", "~", "/")) and "://" not in word and " " not in word:
-            (tmp_path / word).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / word).touch()
+def resolve_command(words: list[str]) -> tuple[Any, list[str]]:
+    """Return the command that the first words name, and the other words. `preheat bench RELEASE` is `bench latency`."""
     command: Any = typer.main.get_command(app)
-    while hasattr(command, "resolve_command"):
-        words = ["latency", *words] if command.name == "bench" and words[0] not in command.commands else words
-        _, command, words = command.resolve_command(click.Context(command), words)
-    command.make_context(command.name, list(words))  # raises a usage error
+    while hasattr(command, "commands"):
+        if command.name == "bench" and words[:1] != ["-h"] and not (words and words[0] in command.commands):
+            words = ["latency", *words]
+        if not words or words[0] not in command.commands:
+            break
+        command, words = command.commands[words[0]], words[1:]
+    return command, words
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name != "log"], ids=relative)
-def test_named_command_has_its_options(page: Path) -> None:
+def test_shown_commands_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, (page, shown) in enumerate((found, words) for found in PAGES for words in commands(found)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        for word in shown:  # a reader of the page has these files
+            if not word.startswith(("-", "~", "/")) and "://" not in word and " " not in word:
+                Path(word).parent.mkdir(parents=True, exist_ok=True)
+                Path(word).touch()
+        command, rest = resolve_command(shown)
+        try:
+            command.make_context(command.name, rest)
+        except click.ClickException as error:
+            pytest.fail(f"{relative(page)}: preheat {' '.join(shown)}: {error.format_message()}")
+
+
+def test_named_commands_have_their_options() -> None:
     """Commands in the prose may lack arguments, but their names and options exist."""
     unknown = []
-    for shown in re.findall(r"`(?:\.venv/bin/)?preheat ([a-z][^`]*)`", page.read_text()):
-        words = shown.replace("\n", " ").split()
-        command: Any = typer.main.get_command(app)
-        while hasattr(command, "commands") and words and words[0] in command.commands:
-            command = command.commands[words.pop(0)]
-        if command.name == "bench":  # `preheat bench RELEASE` measures the latency
-            command = command.commands["latency"]
-        options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
-        options |= {"-h", "--help"}
-        is_command = not hasattr(command, "commands")
-        if not is_command or any(word.startswith("-") and word.partition("=")[0] not in options for word in words):
-            unknown.append(shown)
+    for page in PAGES:
+        if page.parent.name == "log":
+            continue
+        for shown in re.findall(r"`(?:\.venv/bin/)?preheat ([a-z][^`]*)`", page.read_text()):
+            command, words = resolve_command(shown.replace("\n", " ").split())
+            options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+            options |= {"-h", "--help"}
+            is_unknown = any(word.startswith("-") and word.partition("=")[0] not in options for word in words)
+            if hasattr(command, "commands") or is_unknown:
+                unknown.append(f"{relative(page)}: {shown}")
     assert unknown == []
 
 
@@ -191,15 +193,16 @@ def test_autoscaling_table_has_the_settings() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["l4", "a10g", "a100", "h100", "h200", "cpu-demo"])
-def test_gpu_table_has_the_configs(name: str) -> None:
-    config = yaml.safe_load((REPOSITORY / "truss" / "configs" / f"{name}.yaml").read_text())
+def test_gpu_table_has_the_configs() -> None:
     lines = (DOCS / "deploy.md").read_text().splitlines()
-    cells = next(line for line in lines if line.startswith("|") and f"`truss/configs/{name}.yaml`" in line).split(" | ")
-    torch = next(entry for entry in config["requirements"] if entry.startswith("torch=="))
-    assert torch.removeprefix("torch==").partition("+")[0] == cells[2].partition(",")[0]
-    assert config["resources"].get("accelerator", "none") in cells[1]
-    assert [str(bucket["rows"]) for bucket in config["model_metadata"]["preheat"]["buckets"]] in ([cells[3]], [])
+    for name in ("l4", "a10g", "a100", "h100", "h200", "cpu-demo"):
+        config = yaml.safe_load((REPOSITORY / "truss" / "configs" / f"{name}.yaml").read_text())
+        shown = f"`truss/configs/{name}.yaml`"
+        cells = next(line for line in lines if line.startswith("|") and shown in line).split(" | ")
+        torch = next(entry for entry in config["requirements"] if entry.startswith("torch=="))
+        assert torch.removeprefix("torch==").partition("+")[0] == cells[2].partition(",")[0], name
+        assert config["resources"].get("accelerator", "none") in cells[1], name
+        assert [str(bucket["rows"]) for bucket in config["model_metadata"]["preheat"]["buckets"]] in ([cells[3]], [])
 
 
 def test_every_setting_is_in_the_table() -> None:
@@ -209,23 +212,22 @@ def test_every_setting_is_in_the_table() -> None:
     assert names - shown == set()
 
 
-@pytest.mark.parametrize(
-    "path", [REPOSITORY / "config.yaml", *sorted((REPOSITORY / "truss" / "configs").iterdir())], ids=relative
-)
-def test_every_config_key_is_explained(path: Path) -> None:
+def config_keys(section: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys of a config, down to its values."""
+    for key, value in section.items():
+        whole = f"{prefix}{key}"
+        leaf = not isinstance(value, dict) or whole in ("secrets", "model_metadata.example_model_input")
+        if leaf or whole == "environment_variables":
+            yield whole
+        else:
+            yield from config_keys(value, f"{whole}.")
+
+
+def test_every_config_key_is_explained() -> None:
     text = (DOCS / "deploy.md").read_text()
-
-    def keys(section: dict[str, Any], prefix: str = "") -> Iterator[str]:
-        for key, value in section.items():
-            whole = f"{prefix}{key}"
-            leaf = not isinstance(value, dict) or whole in ("secrets", "model_metadata.example_model_input")
-            if leaf or whole == "environment_variables":
-                yield whole
-            else:
-                yield from keys(value, f"{whole}.")
-
-    names = [key.removeprefix("model_metadata.preheat.") for key in keys(yaml.safe_load(path.read_text()))]
-    assert [name for name in names if f"`{name}`" not in text] == []
+    for path in (REPOSITORY / "config.yaml", *(REPOSITORY / "truss" / "configs").iterdir()):
+        names = (key.removeprefix("model_metadata.preheat.") for key in config_keys(yaml.safe_load(path.read_text())))
+        assert [name for name in names if f"`{name}`" not in text] == [], relative(path)
 
 
 @cache
@@ -349,11 +351,8 @@ def test_site_loads_nothing_from_another_host(site: Path) -> None:
 
 
 def test_site_has_exactly_the_pages_of_docs(site: Path) -> None:
-    expected = {relative(page.with_suffix(".html")) for page in PAGES if page.is_relative_to(DOCS)}
-    assert {f"docs/{page.relative_to(site).as_posix()}" for page in site.rglob("*.html")} == {
-        *expected,
-        "docs/404.html",
-    }
+    expected = {page.relative_to(DOCS).with_suffix(".html") for page in PAGES if page.is_relative_to(DOCS)}
+    assert {page.relative_to(site) for page in site.rglob("*.html")} == {*expected, Path("404.html")}
 
 
 def test_search_finds_no_page_of_the_log(site: Path) -> None:
