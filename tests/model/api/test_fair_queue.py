@@ -130,8 +130,8 @@ def test_ended_turns_are_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
         work.finish.set()
         with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="can't start new thread"):
             patch.setattr(threading.Thread, "start", refuse_to_start)
-            await queue.run("", [(1, work("never"))])
-        [leaving] = waiting(queue, work, [("a", "", 1)])
+            await queue.run("", [(1, work("a"))])
+        [leaving] = waiting(queue, work, [("left", "", 1)])
         await asyncio.sleep(0)  # its turn has begun, and its task has not gone on
         leaving.cancel()
         with pytest.raises(ZeroDivisionError):
@@ -200,6 +200,7 @@ queue = FairQueue()
 os.nice(10)
 if os.geteuid() == 0:
     os.setuid(65534)
-assert asyncio.run(queue.run("", [(1, lambda: os.getpriority(os.PRIO_PROCESS, 0))])) == [10]
+priority = lambda: os.getpriority(os.PRIO_PROCESS, 0)
+assert asyncio.run(queue.run("", [(1, priority)])) == [priority()]
 """
     subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, check=True, timeout=READY_SECONDS)
