@@ -29,10 +29,10 @@ from tests.support.predictions import PREDICT_PATH, TIMEOUT_SECONDS
 
 
 @contextmanager
-def serve_in_process(loaded: Loaded, limits: Limits | None = None) -> Iterator[httpx.Client]:
+def serve_in_process(loaded: Loaded, limits: Limits | None = None, log_prompts: bool = False) -> Iterator[httpx.Client]:
     """Return a client of a server of this release."""
     scheduler = Scheduler(Runner(loaded.model), limits or Limits(), lambda: None)
-    service = Service(loaded.summary, scheduler, ColdStart(), log_prompts=False)
+    service = Service(loaded.summary, scheduler, ColdStart(), log_prompts)
 
     async def predict(http: Request) -> Response:
         try:

@@ -2,17 +2,16 @@
 
 import asyncio
 import json
+import logging
 import os
 import re
-import shutil
 import signal
 import socket
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -23,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
 from engine_builder.local_server.client import CallFailed, generate
-from engine_builder.local_server.server import Layout, Server, with_metadata
+from engine_builder.local_server.server import Layout, Server
 from model.api.images import Part, UndecodedRequest
 from model.api.request import GenerationRequest
 from model.api.resolve import resolve
@@ -40,7 +39,8 @@ from model.scheduling.scheduler import Scheduler
 from model.settings import Limits
 from model.store.store import Store
 from tests.conftest import READY_SECONDS
-from tests.support.images import file_of, largest_difference, open_image, pixels
+from tests.support.images import largest_difference, open_image, pixels
+from tests.support.in_process import serve_in_process
 from tests.support.linear_networks import linear_model, stub
 from tests.support.predictions import PREDICT_PATH, PROMPT, SMALL, http_client, post, predict
 from tests.support.waiting import eventually
@@ -50,13 +50,6 @@ ACTIVE = 'preheat_active_images{component="unet"}'
 STEPS = 'preheat_steps_total{component="unet"}'
 
 
-@dataclass
-class LoggedServer:
-    server: Server
-    log: Path
-    client: httpx.Client
-
-
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[httpx.Client]:
     with http_client(server) as client:
@@ -64,23 +57,11 @@ def client(server: Server) -> Iterator[httpx.Client]:
 
 
 @pytest.fixture(scope="module")
-def limited(
-    layout: Layout, store: Store, release: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[LoggedServer]:
-    """Queues 8 images, serves one size at a time, gives a request 5 seconds, and logs prompts."""
-    folder = tmp_path_factory.mktemp("limited")
-    root = folder / "root"
-    shutil.copytree(layout.root, root)
-    limits = {"max_queue": 8, "deadline_seconds": 5, "sizes_at_once": 1}
-    metadata = layout.config["model_metadata"]
-    metadata = metadata | {"preheat": metadata["preheat"] | {"limits": limits, "log_prompts": True}}
-    copied = replace(layout, root=root, app=root / "app", packages=root / "packages")
-    environment = {"PREHEAT_STORE": store.url, "PREHEAT_RELEASE": release}
-    log = folder / "server.log"
-    with Server(with_metadata(copied, metadata), environment=environment, log=log) as server:
-        server.wait_ready(READY_SECONDS)
-        with http_client(server) as client:
-            yield LoggedServer(server, log, client)
+def limited(loaded: Loaded) -> Iterator[httpx.Client]:
+    """A server in this process that queues 8 images, serves one size at a time, and gives a request 5 seconds."""
+    limits = Limits(max_queue=8, deadline_seconds=5, sizes_at_once=1)
+    with serve_in_process(loaded, limits, log_prompts=True) as client:
+        yield client
 
 
 def samples(client: httpx.Client) -> dict[str, float]:
@@ -143,18 +124,12 @@ def test_last_preview_resembles_the_image(client: httpx.Client) -> None:
     assert np.corrcoef(preview.ravel(), small.ravel())[0, 1] > 0.9
 
 
-def test_stream_is_refused_before_it_begins(client: httpx.Client) -> None:
-    response = post(client, **SMALL | {"width": 100}, stream=True)
-    assert response.status_code == 400
-    assert response.json()["kind"] == "refused" and response.json()["field"] == "width"
-
-
-def test_waiting_stream_has_heartbeats(limited: LoggedServer) -> None:
+def test_waiting_stream_has_heartbeats(limited: httpx.Client) -> None:
     """It waits because images of another size run."""
-    with open_stream(limited.client, **LONG, num_images=8) as running:
+    with open_stream(limited, **LONG | {"width": 128, "height": 128}, num_images=8) as running:
         while next(running)["event"] != "step":  # until then the images fill the queue
             pass
-        with open_stream(limited.client, **SMALL) as waiting:
+        with open_stream(limited, **SMALL) as waiting:
             assert [next(waiting)["event"] for _ in range(2)] == ["accepted", "heartbeat"]
 
 
@@ -169,17 +144,12 @@ def test_client_assembles_a_stream(server: Server, client: httpx.Client) -> None
     assert max(event["step"] for event in events if event["event"] == "step") == events[0]["steps"] == 4
 
 
-def test_client_reports_a_refused_stream(server: Server) -> None:
-    with pytest.raises(CallFailed, match="400: width: 100 is not served"):
-        generate(server.url, SMALL | {"width": 100}, READY_SECONDS, lambda event: None)
-
-
 # -- limits -----------------------------------------------------------------------------------------------------------
 
 
-def test_refuses_requests_beyond_the_queue(limited: LoggedServer) -> None:
+def test_refuses_requests_beyond_the_queue(limited: httpx.Client) -> None:
     def send(seed: int) -> httpx.Response:
-        return post(limited.client, **SMALL | {"seed": seed, "num_inference_steps": 4, "num_images": 4})
+        return post(limited, **SMALL | {"seed": seed, "num_inference_steps": 4, "num_images": 4})
 
     with ThreadPoolExecutor(24) as threads:
         responses = list(threads.map(send, range(24)))
@@ -188,22 +158,22 @@ def test_refuses_requests_beyond_the_queue(limited: LoggedServer) -> None:
         if response.status_code == 429:
             assert 1 <= int(response.headers["Retry-After"]) <= 60
             assert response.json()["kind"] == "overloaded" and "Repeat the request in" in response.json()["error"]
-    eventually(lambda: samples(limited.client)["preheat_queue_images"] == 0, "the queue is empty again")
+    eventually(lambda: samples(limited)["preheat_queue_images"] == 0, "the queue is empty again")
 
 
-def test_deadline_ends_requests_and_streams(limited: LoggedServer) -> None:
+def test_deadline_ends_requests_and_streams(limited: httpx.Client) -> None:
     events: list[dict[str, Any]] = []
     request = LONG | {"num_images": 4}
     with ThreadPoolExecutor(1) as threads:
-        streamed = threads.submit(generate, limited.server.url, request, READY_SECONDS, events.append)
-        response = post(limited.client, **request)
+        streamed = threads.submit(generate, str(limited.base_url), request, READY_SECONDS, events.append)
+        response = post(limited, **request)
         with pytest.raises(CallFailed, match="504: The images were not finished within 5 s") as failure:
             streamed.result()
     assert failure.value.status == response.status_code == 504
     assert "within 5 s" in response.json()["error"] and response.json()["kind"] == "deadline"
     assert any(event["event"] == "step" for event in events), "the stream failed before it began"
-    wait_for_active(limited.client, 0)
-    predict(limited.client, **SMALL)
+    wait_for_active(limited, 0)
+    predict(limited, **SMALL)
 
 
 # -- clients that leave -----------------------------------------------------------------------------------------------
@@ -235,17 +205,17 @@ def test_client_that_leaves_ends_its_request(send: Any, client: httpx.Client, se
 # -- ids, logs, metrics -----------------------------------------------------------------------------------------------
 
 
-def test_request_id_is_in_response_and_log(limited: LoggedServer) -> None:
+def test_request_id_is_in_response_and_log(limited: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
     def send(identity: str, **changes: object) -> httpx.Response:
-        return limited.client.post(PREDICT_PATH, json=SMALL | changes, headers={"X-Request-Id": identity})
+        return limited.post(PREDICT_PATH, json=SMALL | changes, headers={"X-Request-Id": identity})
 
-    response, refused = send("order-66.a"), send("order-67", width=100)
+    with caplog.at_level(logging.INFO, "preheat"):
+        response, refused = send("order-66.a"), send("order-67", width=100)
     assert response.headers["X-Request-Id"] == "order-66.a"
     assert refused.headers["X-Request-Id"] == "order-67"
-    lines = limited.log.read_text().splitlines()
-    [entry] = [json.loads(json.loads(line)["message"]) for line in lines if '\\"request\\": \\"order-66.a\\"' in line]
-    assert entry["event"] == "request" and entry["status"] == 200 and entry["prompt"] == PROMPT
-    assert entry["timings"].keys() == response.json()["timings"].keys()
+    [entry, _] = [json.loads(record.message) for record in caplog.records if record.name == "preheat"]
+    assert (entry["event"], entry["request"], entry["status"]) == ("request", "order-66.a", 200)
+    assert entry["prompt"] == PROMPT and entry["timings"].keys() == response.json()["timings"].keys()
     generated = {send("a b\tc").headers["X-Request-Id"] for _ in range(2)}  # that one is not safe to log
     assert len(generated) == 2 and all(re.fullmatch(r"[0-9a-f]{32}", identity) for identity in generated)
 
@@ -286,33 +256,39 @@ def test_health_is_answered_while_the_device_is_busy(client: httpx.Client) -> No
 # -- failure and termination ------------------------------------------------------------------------------------------
 
 
-def make_service(model: LoadedModel, deadline_seconds: float = 300.0) -> tuple[Service, Scheduler]:
+@contextmanager
+def serving(model: LoadedModel | None = None, deadline_seconds: float = 300.0) -> Iterator[tuple[Service, Scheduler]]:
+    """The service of a model in this process, by default of one that generates at once."""
     sizes = SizeList(((64, 64),))
     served = ServedModel(64, 64, sizes, True, Defaults(num_inference_steps=2), image_sizes=sizes)
+    model = model or linear_model()
     scheduler = Scheduler(Runner(model), Limits(deadline_seconds=deadline_seconds), lambda: None)
     loaded = Loaded(model, served, "linear/1", "cpu", "aot_inductor", 0)
-    return Service(loaded.summary, scheduler, ColdStart(), False), scheduler
+    yield Service(loaded.summary, scheduler, ColdStart(), False), scheduler
+    scheduler.close()
+
+
+async def answer_to(service: Service, left: asyncio.Event | None = None, **fields: Any) -> Any:
+    """Return the answer to a request, whose client leaves when `left` is set."""
+
+    async def receive() -> dict[str, str]:
+        await (left or asyncio.Event()).wait()
+        return {"type": "http.disconnect"}
+
+    request = GenerationRequest(**{"prompt": "a circle"} | fields)
+    return await service.answer(request, Request({"type": "http", "headers": []}, receive))
 
 
 def test_ended_server_does_not_decode_images() -> None:
-    service, scheduler = make_service(linear_model())
-    http = Request({"type": "http", "headers": []}, lambda: asyncio.Event().wait())
-    damaged = GenerationRequest(prompt="a circle", image="AAAA")
-
-    async def answer() -> Any:
-        return await service.answer(damaged, http)
-
-    assert asyncio.run(answer()).status_code == 400
-    scheduler.close()
-    assert asyncio.run(answer()).status_code == 503
+    with serving() as (service, scheduler):
+        assert asyncio.run(answer_to(service, image="AAAA")).status_code == 400
+        scheduler.close()
+        assert asyncio.run(answer_to(service, image="AAAA")).status_code == 503
 
 
 def test_client_that_leaves_at_the_first_line_is_counted() -> None:
-    service, scheduler = make_service(linear_model())
-    http = Request({"type": "http", "headers": []}, lambda: asyncio.Event().wait())
-
     async def read_one_line() -> None:
-        response = await service.answer(GenerationRequest(prompt="a circle", stream=True), http)
+        response = await answer_to(service, stream=True)
         assert isinstance(response, StreamingResponse)
         lines = response.body_iterator
         assert isinstance(lines, AsyncGenerator)
@@ -323,8 +299,8 @@ def test_client_that_leaves_at_the_first_line_is_counted() -> None:
         return REGISTRY.get_sample_value("preheat_requests_total", {"status": "499"}) or 0
 
     before = count()
-    asyncio.run(read_one_line())
-    scheduler.close()
+    with serving() as (service, _):
+        asyncio.run(read_one_line())
     assert count() == before + 1
 
 
@@ -359,41 +335,27 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def test_deadline_includes_decoding(decoder: SlowDecoder) -> None:
-    service, scheduler = make_service(linear_model(), deadline_seconds=0.05)
-
-    async def answer(prompt: str) -> Any:
-        http = Request({"type": "http", "headers": []}, lambda: asyncio.Event().wait())
-        return await service.answer(GenerationRequest(prompt=prompt, image="AAAA", strength=1.0), http)
-
     async def answer_three() -> None:
-        responses = await asyncio.gather(*(answer(prompt) for prompt in "abc"))
-        assert [response.status_code for response in responses] == [504, 504, 504]
+        answers = (answer_to(service, prompt=prompt, image="AAAA", strength=1.0) for prompt in "abc")
+        assert [response.status_code for response in await asyncio.gather(*answers)] == [504, 504, 504]
         assert decoder.begun == ["a"] and not decoder.finish.is_set(), "b and c waited for the thread"
-        assert (await answer("d")).status_code == 504
         decoder.finish.set()
         await asyncio.sleep(0.05)
         assert decoder.begun == ["a"], "the others, and the second part of a, were answered before they were decoded"
 
-    asyncio.run(answer_three())
-    scheduler.close()
+    with serving(deadline_seconds=0.05) as (service, _):
+        asyncio.run(answer_three())
 
 
 def test_client_that_leaves_is_not_decoded(decoder: SlowDecoder) -> None:
-    service, scheduler = make_service(linear_model())
-    left = asyncio.Event()
-
-    async def leave() -> dict[str, str]:
-        await left.wait()
-        return {"type": "http.disconnect"}
-
-    def answer(prompt: str, receive: Any) -> "asyncio.Task[Any]":
-        http = Request({"type": "http", "headers": []}, receive)
-        return asyncio.create_task(service.answer(GenerationRequest(prompt=prompt, image="AAAA", strength=1.0), http))
+    def answer(prompt: str, left: asyncio.Event | None = None) -> "asyncio.Task[Any]":
+        return asyncio.create_task(answer_to(service, left, prompt=prompt, image="AAAA", strength=1.0))
 
     async def answer_four() -> None:
-        staying = [answer(prompt, lambda: asyncio.Event().wait()) for prompt in "ab"]
+        left = asyncio.Event()
+        staying = [answer(prompt) for prompt in "ab"]
         await until(lambda: decoder.begun == ["a"])
-        leaving, last = answer("c", leave), answer("d", lambda: asyncio.Event().wait())
+        leaving, last = answer("c", left), answer("d")
         await asyncio.sleep(0.05)
         left.set()
         assert (await leaving).status_code == 499
@@ -402,26 +364,8 @@ def test_client_that_leaves_is_not_decoded(decoder: SlowDecoder) -> None:
         assert [(await task).status_code for task in (*staying, last)] == [200, 200, 200]
         assert sorted(decoder.begun) == ["a", "a", "b", "b", "d", "d"]
 
-    asyncio.run(answer_four())
-    scheduler.close()
-
-
-@pytest.mark.parametrize("characters", [1000, 4000])
-def test_long_prompts_do_not_block_the_event_loop(characters: int) -> None:
-    service, scheduler = make_service(linear_model())
-    threads: list[str] = []
-    plan = scheduler.runner.plan
-
-    def record(params: GenerationParams) -> RequestPlan:
-        threads.append(threading.current_thread().name)
-        return plan(params)
-
-    scheduler.runner.plan = record  # type: ignore[method-assign]
-    http = Request({"type": "http", "headers": []}, lambda: asyncio.Event().wait())
-    response: Any = asyncio.run(service.answer(GenerationRequest(prompt="a" * characters), http))
-    scheduler.close()
-    assert response.status_code == 200
-    assert threads[0].startswith("preheat-prepare" if characters > 2000 else "MainThread")
+    with serving() as (service, _):
+        asyncio.run(answer_four())
 
 
 def cancellations() -> dict[str, float]:
@@ -429,99 +373,59 @@ def cancellations() -> dict[str, float]:
     return {state: REGISTRY.get_sample_value("preheat_cancellations_total", {"state": state}) or 0 for state in states}
 
 
-@dataclass
 class SlowReader:
-    """A service that reads a request's long prompts until `finish`, and whose scheduler begins no image."""
+    """Reads a request's long prompts until `finish`, for a service whose scheduler begins no image."""
 
-    def __post_init__(self) -> None:
-        self.service, self.scheduler = make_service(linear_model())
+    def __init__(self, service: Service, scheduler: Scheduler) -> None:
         self.begun, self.finish, self.idle = threading.Event(), threading.Event(), threading.Event()
         self.left = asyncio.Event()
-        self.scheduler.call(lambda: self.idle.wait(READY_SECONDS))
-        self._plan = self.scheduler.runner.plan
-        self.scheduler.runner.plan = self._read  # type: ignore[method-assign]
+        self._service, self._plan = service, scheduler.runner.plan
+        scheduler.call(lambda: self.idle.wait(READY_SECONDS))
+        scheduler.runner.plan = self._read  # type: ignore[method-assign]
 
     def _read(self, params: GenerationParams) -> RequestPlan:
         self.begun.set()
         assert self.finish.wait(READY_SECONDS)
         return self._plan(params)
 
-    async def _leave(self) -> dict[str, str]:
-        await self.left.wait()
-        return {"type": "http.disconnect"}
-
     def answer(self) -> "asyncio.Task[Any]":
-        http = Request({"type": "http", "headers": []}, self._leave)
-        return asyncio.create_task(self.service.answer(GenerationRequest(prompt="a" * 4000), http))
-
-    def close(self) -> None:
-        self.idle.set()
-        self.scheduler.close()
+        return asyncio.create_task(answer_to(self._service, self.left, prompt="a" * 4000))
 
 
-@pytest.mark.parametrize("is_cancelled", [False, True], ids=["client leaves", "answer is cancelled"])
-def test_request_that_ends_while_it_is_submitted_is_cancelled_once(is_cancelled: bool) -> None:
+@pytest.mark.parametrize("end", ["client leaves", "answer is cancelled", "another one waits"])
+def test_request_that_ends_while_it_is_submitted_is_cancelled_once(end: str) -> None:
     before = cancellations()
 
-    async def end() -> None:
-        reader = SlowReader()
-        answer = reader.answer()
+    async def end_requests() -> None:
+        reader = SlowReader(service, scheduler)
+        answers = [reader.answer() for _ in range(1 + (end == "another one waits"))]  # the second waits for the thread
         await until(reader.begun.is_set)
-        if is_cancelled:
-            answer.cancel()
+        if end == "answer is cancelled":
+            answers[0].cancel()
         else:
             reader.left.set()
-        await asyncio.wait([answer])
-        assert answer.cancelled() if is_cancelled else answer.result().status_code == 499
-        assert cancellations() == before
+        await asyncio.wait(answers)
+        assert answers[0].cancelled() or answers[0].result().status_code == 499
+        after = before | {"decoding": before["decoding"] + len(answers) - 1}
+        assert cancellations() == after
         reader.finish.set()
-        await until(lambda: cancellations() == before | {"queued": before["queued"] + 1})
-        reader.close()
+        await until(lambda: cancellations() == after | {"queued": before["queued"] + 1})
+        reader.idle.set()
 
-    asyncio.run(end())
-
-
-def test_request_that_ends_before_it_is_submitted_is_counted_once() -> None:
-    before = cancellations()
-
-    async def end() -> None:
-        reader = SlowReader()
-        first, second = reader.answer(), reader.answer()  # the second one waits for the thread
-        await until(reader.begun.is_set)
-        reader.left.set()
-        await asyncio.wait([first, second])
-        reader.finish.set()
-        expected = {"decoding": before["decoding"] + 1, "queued": before["queued"] + 1}
-        await until(lambda: cancellations() == before | expected)
-        reader.close()
-
-    asyncio.run(end())
-
-
-def test_accepted_request_releases_its_texts() -> None:
-    """Truss keeps the request object until the answer."""
-    service, scheduler = make_service(linear_model())
-    data = file_of(np.zeros((64, 64, 3), np.uint8))
-    request = GenerationRequest(prompt="a circle", image=data, strength=1.0, masks=[{"image": data}])
-    http = Request({"type": "http", "headers": []}, lambda: asyncio.Event().wait())
-    response: Any = asyncio.run(service.answer(request, http))
-    scheduler.close()
-    assert response.status_code == 200
-    assert data not in str(request)
+    with serving() as (service, scheduler):
+        asyncio.run(end_requests())
 
 
 def test_broken_image_is_an_error_with_its_seed(caplog: pytest.LogCaptureFixture) -> None:
     """The next request is served."""
     model = linear_model()
     stub(model, spec.UNET).poison = (0, float("nan"))
-    service, scheduler = make_service(model)
-    http = Request({"type": "http", "headers": []}, lambda: asyncio.Event().wait())
 
     async def answer_twice() -> list[Any]:
-        return [await service.answer(GenerationRequest(prompt="a circle", seed=987654), http) for _ in range(2)]
+        return [await answer_to(service, seed=987654) for _ in range(2)]
 
-    broken, sound = asyncio.run(answer_twice())
-    scheduler.close()
+    with serving(model) as (service, _):
+        broken, sound = asyncio.run(answer_twice())
     body = json.loads(broken.body)
     assert (broken.status_code, body["kind"]) == (500, "broken_image")
     assert "NaN or infinite" in body["error"] and "987654" in body["error"]
@@ -536,20 +440,18 @@ def test_overflowing_request_is_no_fault_of_the_server(stream: bool) -> None:
     """The other image of the batch is finished."""
     model = linear_model()
     stub(model, spec.UNET).poison = (0, float("inf"))
-    service, scheduler = make_service(model)
-    http = Request({"type": "http", "headers": []}, lambda: asyncio.Event().wait())
 
-    async def answer(**fields: Any) -> dict[str, Any]:
-        response: Any = await service.answer(GenerationRequest(prompt="a circle", **fields), http)
+    async def last_entry(**fields: Any) -> dict[str, Any]:
+        response = await answer_to(service, **fields)
         if not fields.get("stream"):
             return {"status": response.status_code, **json.loads(response.body)}
         return [json.loads(line) async for line in response.body_iterator][-1]
 
     async def answer_both() -> list[dict[str, Any]]:
-        return await asyncio.gather(answer(guidance_scale=30, seed=9, stream=stream), answer())
+        return await asyncio.gather(last_entry(guidance_scale=30, seed=9, stream=stream), last_entry())
 
-    broken, sound = asyncio.run(answer_both())
-    scheduler.close()
+    with serving(model) as (service, _):
+        broken, sound = asyncio.run(answer_both())
     assert (broken["status"], broken["kind"], broken["field"]) == (422, "overflow", "guidance_scale")
     assert "guidance_scale 30" in broken["error"]
     assert sound["status"] == "success"
