@@ -1,22 +1,17 @@
 """Bodies of the gateway's requests: malformed ones, ones that arrive in part, and what they may take."""
 
 import base64
-import io
 import json
+import random
 import socket
 import subprocess
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import httpx
-import numpy as np
 import openai
 import pytest
-from PIL import Image
 
 from engine_builder.gateway.bodies import parse_form, parse_json_object
 from engine_builder.gateway.errors import ApiError
@@ -24,8 +19,7 @@ from model.api import connections
 from model.api.body_limit import MAX_BODY_BYTES
 from model.api.body_scan import MAX_VALUES, JsonScan, MsgpackScan
 from model.errors import RequestRefused
-from tests.support.gateway import running_gateway
-from tests.support.scripted_server import Answer, ScriptedServer
+from tests.support.scripted_gateway import scripted_gateway
 
 JSON, FORM = "application/json", "multipart/form-data; boundary=x"
 PREDICT, EDITS = "/v1/models/model:predict", "/v1/images/edits"
@@ -53,14 +47,12 @@ TEXTS = {
 }
 
 
-@pytest.mark.parametrize("is_escaped", [False, True])
-@pytest.mark.parametrize("part", [7, 1024, 10**6])
-def test_parses_as_json_does(is_escaped: bool, part: int) -> None:
+def test_parses_as_json_does() -> None:
     given = {name: [text, {name: text, "number": 1.5e3}, None, True] for name, text in TEXTS.items()}
     body = json.dumps(given).encode()
-    if is_escaped:  # as PHP writes it
-        body = body.replace(b"/", b"\\/")
-    assert parse_json_object(body, scanned(body, part)) == given
+    for sent in (body, body.replace(b"/", b"\\/")):  # the second one as PHP writes it
+        for part in (7, 1024, 10**6):
+            assert parse_json_object(sent, scanned(sent, part)) == given
 
 
 def deep(levels: int) -> bytes:
@@ -88,12 +80,11 @@ BAD_JSON: dict[str, tuple[bytes, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", BAD_JSON)
-def test_refuses_json(case: str) -> None:
-    body, message = BAD_JSON[case]
-    with pytest.raises(ApiError, match=message) as caught:
-        parse_json_object(body, scanned(body))
-    assert caught.value.status == 400
+def test_refuses_json() -> None:
+    for case, (body, message) in BAD_JSON.items():
+        with pytest.raises(ApiError, match=message) as caught:
+            parse_json_object(body, scanned(body))
+        assert caught.value.status == 400, case
 
 
 COSTLY = {
@@ -112,10 +103,14 @@ COSTLY = {
 }
 
 
-@pytest.mark.parametrize("case", COSTLY)
-def test_refuses_json_that_is_costly_to_parse(case: str) -> None:
-    with pytest.raises(RequestRefused, match="besides base64|escaped|nested"):
-        scanned(COSTLY[case], 2**16)
+def test_refuses_json_that_is_costly_to_parse() -> None:
+    for case, body in COSTLY.items():
+        try:
+            scanned(body, 2**16)
+        except RequestRefused as refusal:
+            assert any(reason in str(refusal) for reason in ("besides base64", "escaped", "nested")), case
+        else:
+            pytest.fail(f"accepted: {case}")
 
 
 def test_counts_the_values_of_msgpack() -> None:
@@ -150,7 +145,7 @@ TEXT = field("prompt", "né\r\n--x?".encode())
 
 def test_reads_a_form() -> None:
     body = form(TEXT, IMAGE, field("mask", b"m", file="m.png"), field("image[]", b"", file=" "), end=b"--x--")
-    fields, files = parse_form(FORM, b"preamble".replace(b"preamble", b"") + body + b"\r\nepilogue")
+    fields, files = parse_form(FORM, body + b"\r\nepilogue")
     assert fields == {"prompt": "né\r\n--x?"}
     assert files.images == (b"\x89PNG--x\r\n-", b"") and files.mask == b"m"
 
@@ -184,23 +179,14 @@ BAD_FORMS: dict[str, tuple[bytes, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", BAD_FORMS)
-def test_refuses_a_form(case: str) -> None:
-    body, message = BAD_FORMS[case]
-    with pytest.raises(ApiError, match=message) as caught:
-        parse_form(FORM, body)
-    assert caught.value.status == 400
+def test_refuses_a_form() -> None:
+    for case, (body, message) in BAD_FORMS.items():
+        with pytest.raises(ApiError, match=message) as caught:
+            parse_form(FORM, body)
+        assert caught.value.status == 400, case
 
 
 # -- a running gateway ------------------------------------------------------------------------------------------------
-
-
-def answer(_: int, request: dict[str, Any]) -> Answer:
-    if request.get("describe"):
-        return Answer(200, b'{"release": "toy/1", "defaults": {"num_inference_steps": 2}}')
-    image = {"event": "image", "index": 0, "data": "eA==", "seed": 1, "format": "png", "width": 64, "height": 64}
-    events = ({"event": "accepted", "seed": 1, "steps": 1, "release": "toy/1"}, image, {"event": "done"})
-    return Answer(200, b"".join(json.dumps(event).encode() + b"\n" for event in events))
 
 
 @pytest.fixture(scope="module")
@@ -208,8 +194,8 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """The port of a gateway with two keys."""
     file: Path = tmp_path_factory.mktemp("keys") / "keys"
     file.write_text(f"one {KEY}\nother {OTHER}\n")
-    with ScriptedServer(answer) as backend, running_gateway([backend.url], file) as url:
-        yield int(url.rpartition(":")[2])
+    with scripted_gateway(key_file=file) as gateway:
+        yield int(gateway.url.rpartition(":")[2])
 
 
 def head(path: str, content_type: str, length: int | None, key: str = KEY) -> bytes:
@@ -225,37 +211,31 @@ def send_raw(port: int, content: bytes) -> bytes:
         return answer.read()
 
 
-@pytest.mark.parametrize("case", ["no last boundary", "text is not UTF-8"])
-def test_malformed_form_is_refused_over_http(case: str, port: int) -> None:
-    body, message = BAD_FORMS[case]
-    received = send_raw(port, head(EDITS, FORM, len(body)) + body)
-    assert received.split(b" ", 2)[1] == b"400" and message.encode() in received
+def test_answers_refused_bodies_over_http(port: int) -> None:
+    form_body, message = BAD_FORMS["text is not UTF-8"]
+    costly = COSTLY["values"]
+    for path, content_type, body, *expected in (
+        (EDITS, FORM, form_body, message),
+        (PREDICT, JSON, costly, '"error":"request: it has', "besides base64"),
+        ("/v1/images/generations", JSON, costly, '"code"', "besides base64"),
+    ):
+        received = send_raw(port, head(path, content_type, len(body)) + body)
+        assert received.split(b" ", 2)[1] == b"400" and all(part.encode() in received for part in expected)
+    received = send_raw(port, head(PREDICT, JSON, 2**23, key="wrong") + b"A" * 2**23)
+    assert received.split(b" ", 2)[1] == b"401" and b"connection: close" in received.lower()
 
 
-@pytest.mark.parametrize(("path", "key"), [(PREDICT, '"error":"request: it has'), ("/v1/images/generations", '"code"')])
-def test_costly_json_is_refused_over_http(path: str, key: str, port: int) -> None:
-    body = COSTLY["values"]
-    received = send_raw(port, head(path, JSON, len(body)) + body)
-    assert received.split(b" ", 2)[1] == b"400" and key.encode() in received and b"besides base64" in received
-
-
+HEADERS = {"Authorization": f"Bearer {KEY}", "Content-Type": JSON}
 LARGE = b'{"prompt": "x", "image": "'.ljust(MAX_BODY_BYTES, b"A") + b'"}'
 
 
 def with_httpx(url: str) -> tuple[int, str]:
-    answer = httpx.post(url + PREDICT, content=LARGE, headers=authorized(JSON), trust_env=False, timeout=60)
+    answer = httpx.post(url + PREDICT, content=LARGE, headers=HEADERS, trust_env=False, timeout=60)
     return answer.status_code, answer.text
 
 
-def with_urllib(url: str) -> tuple[int, str]:
-    request = urllib.request.Request(url + PREDICT, LARGE, authorized(JSON))
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60)
-    return caught.value.code, caught.value.read().decode()
-
-
 def with_curl(url: str) -> tuple[int, str]:
-    headers = [part for name, value in authorized(JSON).items() for part in ("-H", f"{name}: {value}")]
+    headers = [part for name, value in HEADERS.items() for part in ("-H", f"{name}: {value}")]
     command = ["curl", "--silent", "--noproxy", "*", "--write-out", "%{http_code}", "--data-binary", "@-"]
     made = subprocess.run([*command, *headers, url + PREDICT], input=LARGE, capture_output=True, check=True, timeout=60)
     return int(made.stdout[-3:]), made.stdout.decode()
@@ -269,42 +249,21 @@ def with_openai(url: str) -> tuple[int, str]:
     return caught.value.status_code, str(caught.value)
 
 
-def with_http_1_0(url: str) -> tuple[int, str]:
-    request = head(PREDICT, JSON, len(LARGE)).replace(b"HTTP/1.1", b"HTTP/1.0") + LARGE
-    received = send_raw(int(url.rpartition(":")[2]), request)
-    return int(received.split(b" ", 2)[1]), received.decode()
-
-
 def with_chunks(url: str) -> tuple[int, str]:
     chunks = b"%x\r\n%s\r\n0\r\n\r\n" % (len(LARGE), LARGE)
     received = send_raw(int(url.rpartition(":")[2]), head(PREDICT, JSON, None) + chunks)
     return int(received.split(b" ", 2)[1]), received.decode()
 
 
-def authorized(content_type: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {KEY}", "Content-Type": content_type}
-
-
-@pytest.mark.parametrize("send", [with_httpx, with_urllib, with_curl, with_openai, with_http_1_0, with_chunks])
+@pytest.mark.parametrize("send", [with_httpx, with_curl, with_openai, with_chunks])
 def test_client_of_a_large_body_gets_the_answer(send: Callable[[str], tuple[int, str]], port: int) -> None:
     status, text = send(f"http://127.0.0.1:{port}")
     assert status == 413 and "64 MiB" in text
 
 
-def test_wrong_key_is_answered_although_a_body_follows(port: int) -> None:
-    received = send_raw(port, head(PREDICT, JSON, 2**23, key="wrong") + b"A" * 2**23)
-    assert received.split(b" ", 2)[1] == b"401" and b"connection: close" in received.lower()
-
-
-def noise_png() -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(np.random.default_rng(0).integers(0, 256, (700, 700, 3), np.uint8)).save(file, "PNG")
-    return file.getvalue()
-
-
 @pytest.mark.parametrize("is_chunked", [False, True], ids=["content-length", "chunked"])
 def test_half_sent_bodies_leave_room(is_chunked: bool, port: int) -> None:
-    url, image, held = f"http://127.0.0.1:{port}", base64.b64encode(noise_png()).decode(), []
+    url, image, held = f"http://127.0.0.1:{port}", base64.b64encode(random.Random(0).randbytes(2**21)).decode(), []
     size = 30 * 2**20
     sent = b'{"prompt": "x", "image": "'.ljust(2**20, b"A")
     try:
@@ -322,10 +281,10 @@ def test_half_sent_bodies_leave_room(is_chunked: bool, port: int) -> None:
             connection.close()
 
 
-@pytest.mark.parametrize("content", [b"", b"GET /health HTTP/1.1\r\n", b"POST / HTTP/1.1\r\nX: " + b"a" * 9000])
-def test_headers_have_a_deadline(content: bytes, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headers_have_a_deadline(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "HEADERS_SECONDS", 0.1)
-    assert send_raw(port, content).split(b" ", 2)[1] == b"408"
+    for content in (b"", b"GET /health HTTP/1.1\r\n", b"POST / HTTP/1.1\r\nX: " + b"a" * 9000):
+        assert send_raw(port, content).split(b" ", 2)[1] == b"408"
 
 
 def test_closes_the_oldest_of_many_waiting_connections(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,10 +295,6 @@ def test_closes_the_oldest_of_many_waiting_connections(port: int, monkeypatch: p
         assert b" 408 " in waiting[0].recv(100)
         waiting[5].sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         assert b" 200 " in waiting[5].recv(100)
-
-
-def test_refuses_chunks_of_a_byte(port: int) -> None:
-    assert b" 400 " in send_raw(port, head(PREDICT, JSON, None) + b"1\r\nA\r\n" * 10_000)
 
 
 def test_answers_many_requests_of_a_connection(port: int) -> None:

@@ -24,7 +24,7 @@ from tests.support.scripted_gateway import (
     ScriptedGateway,
     lines,
     scripted_gateway,
-)
+)  # fmt: skip
 from tests.support.scripted_server import Answer, ScriptedServer
 
 
@@ -41,27 +41,20 @@ def without(event: dict[str, Any], key: str) -> dict[str, Any]:
 # What a backend sends -> a part of the reason. The first line is valid.
 BROKEN_LATER: dict[str, tuple[Answer, str]] = {
     "end after accepted": (lines(ACCEPTED), "connection ended"),
-    "end in a line": (Answer(200, json.dumps(ACCEPTED).encode() + b'\n{"event": "ima'), "line 2 is not valid"),
     "shorter than stated": (lines(ACCEPTED, headers={"Content-Length": "9999"}), "connection ended"),
     "done without an image": (lines(ACCEPTED, DONE), "0 of 1 images"),
     "image twice": (lines(ACCEPTED, IMAGE, IMAGE, DONE), "image 0 twice"),
     "image too many": (lines(ACCEPTED, IMAGE, IMAGE | {"index": 1}, DONE), "image 1 of 1"),
     "index negative": (lines(ACCEPTED, IMAGE | {"index": -1}, DONE), "image.index"),
-    "index as text": (lines(ACCEPTED, IMAGE | {"index": "0"}, DONE), "image.index"),
     "accepted twice": (lines(ACCEPTED, ACCEPTED, IMAGE, DONE), "line 2 is 'accepted'"),
     "unknown event": (lines(ACCEPTED, {"event": "picture"}, IMAGE, DONE), "line 2 is not valid"),
-    "event of another type": (lines(ACCEPTED, {"event": 7}, IMAGE, DONE), "line 2 is not valid"),
     "no event": (lines(ACCEPTED, {}, IMAGE, DONE), "line 2 is not valid"),
     "image of no bytes": (lines(ACCEPTED, IMAGE | {"data": ""}, DONE), "image.data"),
     "image not in base64": (lines(ACCEPTED, IMAGE | {"data": "!" + PICTURE}, DONE), "image.data"),
-    "image of a number": (lines(ACCEPTED, IMAGE | {"data": 7}, DONE), "image.data"),
     "unknown format": (lines(ACCEPTED, IMAGE | {"format": "html"}, DONE), "image.format"),
-    "width as text": (lines(ACCEPTED, IMAGE | {"width": "64"}, DONE), "image.width"),
     "preview of a number": (lines(ACCEPTED, STEP | {"preview": 7}, IMAGE, DONE), "step.preview"),
     "timings as a list": (lines(ACCEPTED, IMAGE, DONE | {"timings": [1]}), "done.timings"),
-    "warnings as a number": (lines(ACCEPTED, IMAGE, DONE | {"warnings": 1}), "done.warnings"),
     "not JSON": (lines(ACCEPTED, b"picture", DONE), "line 2 is not valid"),
-    "a list": (lines(ACCEPTED, b"[]", DONE), "line 2 is not valid"),
     "not UTF-8": (lines(ACCEPTED, b'{"event": "\xff"}', DONE), "line 2 is not valid"),
     "half a surrogate pair": (lines(ACCEPTED, IMAGE, DONE | {"warnings": ["\ud800"]}), "line 3 is not valid"),
     "not a number": (lines(ACCEPTED, IMAGE, DONE | {"time": float("nan")}), "line 3 is not valid"),
@@ -85,76 +78,63 @@ HTML = b"<html><body>Bad gateway</body></html>"
 BROKEN_FIRST: dict[str, tuple[Answer, str]] = {
     "empty": (Answer(200, b""), "connection ended"),
     "HTML": (Answer(200, HTML, {"Content-Type": "text/html"}), "line 1 is not valid"),
-    "HTML of an error": (Answer(502, HTML, {"Content-Type": "text/html"}), "answered 502"),
     "JSON of an error": (Answer(500, b'{"error": {"message": "no"}}'), "answered 500"),
     "half a surrogate pair in an error": (Answer(400, b'{"error": "\\ud800"}'), "answered 400"),
     "large error": (Answer(500, b'{"error": "' + b"a" * 2_000_000 + b'"}'), "answered 500"),
     "redirect": (Answer(302, b'{"error": "moved"}', {"Location": "http://127.0.0.1:1/"}), "answered 302"),
-    "no content": (Answer(204, b""), "answered 204"),
     "unknown status": (Answer(999, b'{"error": "no"}'), "answered 999"),
-    "no accepted": (lines(IMAGE, DONE), "line 1 is 'image'"),
     "accepted without seed": (lines(without(ACCEPTED, "seed"), IMAGE, DONE), "accepted.seed"),
-    "release of null": (lines(ACCEPTED | {"release": None}, IMAGE, DONE), "accepted.release"),
     "compressed": (
         Answer(200, gzip.compress(lines(ACCEPTED, IMAGE, DONE).body), {"Content-Encoding": "gzip"}), "compressed",
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [*BROKEN_LATER, *BROKEN_FIRST])
-def test_answers_a_broken_backend_with_status_502(case: str, gateway: ScriptedGateway) -> None:
-    gateway.answer, reason = (BROKEN_LATER | BROKEN_FIRST)[case]
-    native, openai = (gateway.post(path, width=64, height=64) if path == NATIVE else gateway.post(path, size="64x64")
-                      for path in (NATIVE, OPENAI))  # fmt: skip
-    assert native.status_code == openai.status_code == 502
-    assert native.json()["kind"] == openai.json()["error"]["code"] == "backend_failed"
-    assert reason in native.json()["error"] and native.json()["error"] == openai.json()["error"]["message"]
-    assert len(native.json()["error"]) < 600
+def is_502(answer: httpx.Response, error: dict[str, Any], code: str, message: str, reason: str) -> bool:
+    is_typed = answer.headers["Content-Type"] == "application/json" and error[code] == "backend_failed"
+    return answer.status_code == 502 and is_typed and reason in error[message] and len(error[message]) < 600
 
 
-@pytest.mark.parametrize("case", BROKEN_LATER)
-def test_ends_a_broken_backends_stream_with_an_error(case: str, gateway: ScriptedGateway) -> None:
-    gateway.answer, reason = BROKEN_LATER[case]
-    native = gateway.post(NATIVE, stream=True, width=64, height=64)
-    last = json.loads(native.text.splitlines()[-1])
-    assert native.status_code == 200 and last.keys() == {"event", "status", "error", "kind"}
-    assert (last["event"], last["status"], last["kind"]) == ("error", 502, "backend_failed") and reason in last["error"]
-    openai = gateway.post(OPENAI, stream=True, size="64x64", partial_images=1)
-    name, data = openai.text.rstrip("\n").split("\n\n")[-1].splitlines()
-    assert openai.status_code == 200 and openai.text.endswith("\n\n") and name == "event: error"
-    error = json.loads(data.removeprefix("data: "))["error"]
-    assert error["code"] == "backend_failed" and error["type"] == "server_error" and reason in error["message"]
+@pytest.mark.parametrize("group", [BROKEN_LATER, BROKEN_FIRST], ids=["later", "first"])
+def test_answers_a_broken_backend_with_status_502(
+    group: dict[str, tuple[Answer, str]], gateway: ScriptedGateway
+) -> None:
+    for case, (gateway.answer, reason) in group.items():
+        for stream in (False, True) if group is BROKEN_FIRST else (False,):  # no stream has begun
+            native = gateway.post(NATIVE, width=64, height=64, stream=stream)
+            assert is_502(native, native.json(), "kind", "error", reason), (case, native.text)
+            openai = gateway.post(OPENAI, size="64x64", stream=stream)
+            assert is_502(openai, openai.json()["error"], "code", "message", reason), (case, openai.text)
 
 
-@pytest.mark.parametrize("case", BROKEN_FIRST)
-def test_starts_no_stream_of_a_broken_backend(case: str, gateway: ScriptedGateway) -> None:
-    gateway.answer, _ = BROKEN_FIRST[case]
-    for path in (NATIVE, OPENAI):
-        answer = gateway.post(path, stream=True)
-        assert answer.status_code == 502 and answer.headers["Content-Type"] == "application/json"
+def test_ends_a_broken_backends_stream_with_an_error(gateway: ScriptedGateway) -> None:
+    for case, (gateway.answer, reason) in BROKEN_LATER.items():
+        native = gateway.post(NATIVE, stream=True, width=64, height=64)
+        last = json.loads(native.text.splitlines()[-1])
+        assert native.status_code == 200 and last.keys() == {"event", "status", "error", "kind"}, case
+        assert (last["event"], last["status"], last["kind"]) == ("error", 502, "backend_failed"), case
+        openai = gateway.post(OPENAI, stream=True, size="64x64", partial_images=1)
+        name, data = openai.text.rstrip("\n").split("\n\n")[-1].splitlines()
+        assert openai.status_code == 200 and openai.text.endswith("\n\n") and name == "event: error", case
+        error = json.loads(data.removeprefix("data: "))["error"]
+        assert error["code"] == "backend_failed" and error["type"] == "server_error", case
+        assert reason in last["error"] and reason in error["message"], case
 
 
-@pytest.mark.parametrize("key", ["request_id", "release", "ahead", "status", "time", "timings", "warnings", "engine"])
-def test_older_servers_send_fewer_fields(key: str, gateway: ScriptedGateway) -> None:
-    gateway.answer = lines(without(ACCEPTED, key), IMAGE, without(DONE, key))
-    assert gateway.post(NATIVE).json()["data"] == gateway.post(OPENAI).json()["data"][0]["b64_json"] == PICTURE
-
-
-def test_passes_unknown_fields_of_newer_servers_on(gateway: ScriptedGateway) -> None:
+def test_serves_older_and_newer_servers(gateway: ScriptedGateway) -> None:
+    for key in ("request_id", "release", "ahead", "status", "time", "timings", "warnings", "engine"):
+        gateway.answer = lines(without(ACCEPTED, key), IMAGE, without(DONE, key))
+        assert gateway.post(NATIVE).json()["data"] == gateway.post(OPENAI).json()["data"][0]["b64_json"] == PICTURE
     gateway.answer = lines(ACCEPTED, IMAGE | {"hash": [1, {"a": None}]}, DONE)
     assert gateway.post(NATIVE).json()["images"][0]["hash"] == [1, {"a": None}]
     gateway.answer = lines(ACCEPTED, IMAGE | {"flagged": True}, IMAGE | {"index": 1}, DONE)
     assert gateway.post(OPENAI, n=2).json()["preheat"]["flagged"] == [True, False]
 
 
-@pytest.mark.parametrize(
-    ("value", "seconds"),
-    [("7", 7), ("0", 1), ("-3", 1), ("99999", 3600), ("9" * 400, 1), ("Wed, 21 Oct 2015 07:28:00 GMT", 1), ("x", 1)],
-    ids=lambda value: str(value)[:8],
-)
-def test_states_a_possible_time_to_wait(value: str, seconds: int, gateway: ScriptedGateway) -> None:
-    gateway.answer = Answer(429, b"x", {"Retry-After": value})
-    assert gateway.post(NATIVE).headers["Retry-After"] == str(seconds)
+def test_states_a_possible_time_to_wait(gateway: ScriptedGateway) -> None:
+    for value, seconds in (("7", 7), ("0", 1), ("-3", 1), ("99999", 3600), ("9" * 400, 1), ("Wed, 21 Oct 2015", 1)):
+        gateway.answer = Answer(429, b"x", {"Retry-After": value})
+        assert gateway.post(NATIVE).headers["Retry-After"] == str(seconds), value
 
 
 def test_keeps_no_cookies_of_a_backend() -> None:
@@ -171,17 +151,12 @@ def test_keeps_no_cookies_of_a_backend() -> None:
 DESCRIPTIONS: dict[str, Answer] = {
     "HTML": Answer(200, HTML),
     "empty": Answer(200, b""),
-    "list": Answer(200, b"[]"),
     "no release": Answer(200, b'{"defaults": {"num_inference_steps": 2}}'),
-    "release of a number": lines(DESCRIPTION | {"release": 1}),
     "long release": lines(DESCRIPTION | {"release": "a" * 300}),
     "no defaults": Answer(200, b'{"release": "toy/1"}'),
-    "no steps": lines(DESCRIPTION | {"defaults": {}}),
     "steps of text": lines(DESCRIPTION | {"defaults": {"num_inference_steps": "2"}}),
     "samplers of a number": lines(DESCRIPTION | {"samplers": 7}),
-    "sizes of text": lines(DESCRIPTION | {"sizes": {"sizes": ["64"]}}),
     "half a surrogate pair": Answer(200, b'{"release": "\\ud800", "defaults": {"num_inference_steps": 2}}'),
-    "overflow": Answer(200, b'{"release": "toy/1", "defaults": {"num_inference_steps": 2, "guidance_scale": 1e999}}'),
     "large": lines(DESCRIPTION | {"loras": ["a" * 2_000_000]}),
     "compressed": Answer(200, gzip.compress(json.dumps(DESCRIPTION).encode()), {"Content-Encoding": "gzip"}),
     "redirect": Answer(302, b"", {"Location": "/"}),

@@ -47,22 +47,17 @@ def entries(client: httpx.Client, query: str = "") -> list[dict[str, Any]]:
     return found
 
 
-def test_a_field_that_is_null_is_not_kept(clients: list[httpx.Client]) -> None:
-    predict(clients[0], **SMALL, image=None, num_images=None)
-    [entry] = entries(clients[0])
-    assert entry["request"] == SMALL
-
-
 def test_each_key_has_its_own_finished_requests(
     clients: list[httpx.Client], server: Server, release: str, tmp_path: Path
 ) -> None:
     one, two = clients
     image = file_of(np.full((64, 64, 3), 90, np.uint8))
-    made = predict(one, **SMALL | {"num_inference_steps": 4}, image=image, num_images=2)
+    made = predict(one, **SMALL | {"num_inference_steps": 4}, image=image, num_images=2, masks=None)
     body = {"prompt": "a red circle", "size": "64x64", "num_inference_steps": 1, "seed": 9, "stream": True}
     assert one.post("/v1/images/generations", json=body).status_code == 200
     assert one.post("/v1/images/generations", json=body | {"size": "80x80"}).status_code == 400
     newest, oldest = entries(one)
+    assert "masks" not in oldest["request"], "null is not kept"
     assert newest["request"]["prompt"] == "a red circle" and newest["seeds"] == [9]
     assert oldest["seeds"] == [image["seed"] for image in made["images"]]
     assert oldest["request"]["image"].startswith("sha256:") and oldest["engine"]["release"] == release
@@ -76,6 +71,8 @@ def test_each_key_has_its_own_finished_requests(
     assert image.encode() not in (tmp_path / "history.sqlite").read_bytes()
     assert stat.S_IMODE((tmp_path / "history.sqlite").stat().st_mode) == 0o600
     assert one.get("/v1/history?limit=0").json()["error"]["param"] == "limit"
+    assert one.get("/metrics").status_code == 200
+    assert one.get("/metrics", headers={"Authorization": ""}).status_code == 401
 
 
 def test_no_history_by_default(server: Server) -> None:
@@ -94,46 +91,30 @@ def test_keeps_the_newest_entries_also_after_a_restart(tmp_path: Path) -> None:
     history.close()
 
 
-@pytest.mark.parametrize("content", [None, b"not a database, but a text of some length" * 50], ids=["folder", "text"])
-def test_refuses_a_file_that_is_no_history(content: bytes | None, tmp_path: Path) -> None:
-    path = tmp_path / "history"
-    if content is None:
-        path.mkdir()
-    else:
-        path.write_bytes(content)
-    with pytest.raises((GatewayConfigError, NotWritable), match="cannot be"):
-        History(path)
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
 
 
-@pytest.mark.parametrize("kind", ["empty", "history"])
-def test_makes_an_existing_file_private(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / "history"
-    if kind == "history":
+def test_makes_its_file_private_and_refuses_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    empty, old, text, folder = (tmp_path / name for name in ("empty", "old", "text", "folder"))
+    empty.touch()
+    History(old).close()
+    text.write_text("not a database" * 50)
+    folder.mkdir()
+    for path in (empty, old, text):
+        path.chmod(0o644)
+    for path in (empty, old):
         History(path).close()
-    else:
-        path.touch()
-    path.chmod(0o644)
-    History(path).close()
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
-def test_keeps_the_permissions_of_a_file_it_refuses(tmp_path: Path) -> None:
-    path = tmp_path / "notes.txt"
-    path.write_text("not a database" * 50)
-    path.chmod(0o644)
-    with pytest.raises(GatewayConfigError):
-        History(path)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o644
-
-
-def test_refuses_a_file_of_another_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "history"
-    History(path).close()
-    path.chmod(0o666)
-    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+        assert mode(path) == 0o600
+    for path in (text, folder):
+        with pytest.raises((GatewayConfigError, NotWritable), match="cannot be"):
+            History(path)
+    assert mode(text) == 0o644
+    old.chmod(0o666)
+    monkeypatch.setattr(os, "geteuid", lambda: old.stat().st_uid + 1)
     with pytest.raises(GatewayConfigError, match="another user owns it"):
-        History(path)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o666
+        History(old)
+    assert mode(old) == 0o666
 
 
 # The locks of a program that writes, and of one that makes a copy.
@@ -178,63 +159,47 @@ def test_entries_wait_while_the_file_is_locked(
         assert caplog.text.count("cannot be used") == caplog.text.count("can be used again") == 1
 
 
-def delete(path: Path) -> None:
-    path.unlink()
+# What happens to the path of the history, while the gateway runs.
+LOSSES: dict[str, Callable[[Path], object]] = {
+    "deleted": Path.unlink,
+    "moved": lambda path: path.rename(path.with_name("moved")),
+    "replaced": lambda path: (path.unlink(), History(path).close()),
+    "folder moved": lambda path: (path.parent.rename(path.parent.with_name("moved")), path.parent.mkdir()),
+}
+UNUSABLE: dict[str, Callable[[Path], object]] = {
+    "text": lambda path: path.write_text("not a database" * 50),
+    "folder": Path.mkdir,
+    "no folder": lambda path: path.parent.rmdir(),
+}
 
 
-def move(path: Path) -> None:
-    path.rename(path.with_name("moved"))
-
-
-def replace(path: Path) -> None:
-    path.unlink()
-    History(path).close()
-
-
-def move_folder(path: Path) -> None:
-    path.parent.rename(path.parent.with_name("moved"))
-    path.parent.mkdir()
-
-
-@pytest.mark.parametrize("lose", [delete, move, replace, move_folder], ids=lambda function: function.__name__)
-def test_makes_a_new_file_for_one_that_is_gone(
-    lose: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("case", LOSSES)
+def test_makes_a_new_file_for_one_that_is_gone(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "folder" / "history"
     path.parent.mkdir()
     with scripted_gateway(path) as gateway:
         generate(gateway, 1)
         assert seeds(gateway) == [1]
-        lose(path)
+        LOSSES[case](path)
         generate(gateway, 2)
-        assert seeds(gateway) == [2] and stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert seeds(gateway) == [2] and mode(path) == 0o600
         assert caplog.text.count("was deleted or replaced") == 1 and metric(gateway, "history_lost_total") == 0
 
 
-def put_text(path: Path) -> None:
-    path.write_text("not a database" * 50)
-
-
-def put_folder(path: Path) -> None:
-    path.mkdir()
-
-
-def remove_parent(path: Path) -> None:
-    path.parent.rmdir()
-
-
-@pytest.mark.parametrize("put", [put_text, put_folder, remove_parent], ids=lambda function: function.__name__)
-def test_entries_wait_until_the_file_can_be_used(put: Callable[[Path], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", UNUSABLE)
+def test_entries_wait_until_the_file_can_be_used(case: str, tmp_path: Path) -> None:
     path = tmp_path / "folder" / "history"
     path.parent.mkdir()
     with scripted_gateway(path) as gateway:
         path.unlink()
-        put(path)
+        UNUSABLE[case](path)
         generate(gateway, 1)
         assert seeds(gateway) is None
         shutil.rmtree(path.parent, ignore_errors=True)
         path.parent.mkdir()
         eventually(lambda: seeds(gateway) == [1], "the entry is written")
+        assert gateway.post(NATIVE, image="abc").status_code == 200  # it has no digest
+        assert metric(gateway, "history_lost_total") == 1
 
 
 def test_starts_while_the_file_is_locked(tmp_path: Path) -> None:
@@ -262,12 +227,6 @@ def test_counts_what_exceeds_the_memory(tmp_path: Path, caplog: pytest.LogCaptur
     history.close()
 
 
-def test_images_that_are_not_base64_delay_no_answer(tmp_path: Path) -> None:
-    with scripted_gateway(tmp_path / "history") as gateway:
-        assert gateway.post(NATIVE, image="abc").status_code == 200
-        assert metric(gateway, "history_lost_total") == 1
-
-
 def test_every_metric_is_in_the_docs(tmp_path: Path) -> None:
     with scripted_gateway(tmp_path / "history") as gateway:
         text = httpx.get(f"{gateway.url}/metrics", trust_env=False).text
@@ -277,8 +236,3 @@ def test_every_metric_is_in_the_docs(tmp_path: Path) -> None:
     )
     assert rows == shown and "127.0.0.1" not in text
     assert 'preheat_gateway_backend_up{backend="0"} 1.0' in text
-
-
-def test_metrics_need_a_key_if_requests_do(clients: list[httpx.Client]) -> None:
-    assert clients[0].get("/metrics").status_code == 200
-    assert clients[0].get("/metrics", headers={"Authorization": ""}).status_code == 401

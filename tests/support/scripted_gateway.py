@@ -16,13 +16,8 @@ from tests.support.scripted_server import Answer, ScriptedServer
 
 PICTURE = base64.b64encode(b"a picture").decode()
 ACCEPTED: dict[str, Any] = {
-    "event": "accepted",
-    "request_id": "1",
-    "release": "toy/1",
-    "seed": 1,
-    "steps": 1,
-    "ahead": 0,
-}
+    "event": "accepted", "request_id": "1", "release": "toy/1", "seed": 1, "steps": 1, "ahead": 0,
+}  # fmt: skip
 STEP: dict[str, Any] = {"event": "step", "step": 1, "steps": 1}
 IMAGE: dict[str, Any] = {
     "event": "image", "index": 0, "data": PICTURE, "seed": 1, "format": "png", "width": 64, "height": 64,
@@ -54,12 +49,12 @@ def lines(*events: dict[str, Any] | bytes, headers: dict[str, str] | None = None
 
 
 @contextmanager
-def scripted_gateway(history: Path | None = None) -> Iterator[ScriptedGateway]:
+def scripted_gateway(history: Path | None = None, key_file: Path | None = None) -> Iterator[ScriptedGateway]:
     """Run a gateway with one backend."""
     gateway = ScriptedGateway()
 
     def answer(_: int, request: dict[str, Any]) -> Answer:
         return gateway.description if request.get("describe") else gateway.answer
 
-    with ScriptedServer(answer) as backend, running_gateway([backend.url], history=history) as gateway.url:
+    with ScriptedServer(answer) as backend, running_gateway([backend.url], key_file, history) as gateway.url:
         yield gateway
