@@ -1,157 +1,127 @@
-"""Attacks on a real `preheat gateway`: health answers, memory is bounded, the requests of another key succeed.
+"""Attacks on a real `preheat gateway`: health answers, memory is bounded, the requests of others succeed.
 
-PREHEAT_ATTACK_SECONDS is the duration of each attack (15 in `make test-load`). Without it the tests are skipped. The
-attacks are the table of tests/support/attacks.py.
+The attackers are clients with a key, backends, and a program that locks the history. PREHEAT_ATTACK_SECONDS is the
+duration of each attack (15 in `make test-load`). Without it the tests are skipped.
 """
 
 import base64
-import http.client
-import io
-import json
 import os
-import socket
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
-import psutil
 import pytest
-from PIL import Image
 
-from tests.support.attacks import ATTACKS
-from tests.support.scripted_server import Answer, ScriptedServer
-from tests.support.waiting import eventually
+from engine_builder.local_server.server import Server
+from tests.support import attacks, backend_attacks
+from tests.support.images import file_of
+from tests.support.load import HealthProbe, gateway_process, memory_mib, send_repeatedly
+from tests.support.predictions import PREDICT_PATH
+from tests.support.scripted_gateway import ACCEPTED, DESCRIPTION, DONE, IMAGE, lines
+from tests.support.scripted_server import ScriptedServer
+from tests.support.sqlite_lock import locked
 
 SECONDS = float(os.environ.get("PREHEAT_ATTACK_SECONDS", "0"))
-ATTACKER, OTHER = "sk-attacker-0123456789", "sk-other-0123456789abc"
+KEYS = {"attacker": "sk-attacker-0123456789", "other": "sk-other-0123456789abc"}
+VICTIMS = 16  # requests at once that the attacking backend answers
 MAX_HEALTH_SECONDS = 0.5
+MAX_REQUEST_SECONDS = 10
 MAX_MEMORY_MIB = 300  # above the idle gateway
+MAX_SERVER_MIB = 450  # above the idle server, which decodes a large image and a small one at once
 RECOVERY_SECONDS = 5  # after the attack
+FIELDS: dict[str, Any] = {"prompt": "x", "num_inference_steps": 2}
 
 pytestmark = pytest.mark.skipif(not SECONDS, reason="PREHEAT_ATTACK_SECONDS is not set")
 
 
-def answer(_: int, request: dict[str, Any]) -> Answer:
-    """Answer as a server that generates images at once."""
-    if request.get("describe"):
-        return Answer(200, b'{"release": "toy/1", "defaults": {"num_inference_steps": 2}}')
-    image = {"event": "image", "index": 0, "data": "eA==", "seed": 1, "format": "png", "width": 64, "height": 64}
-    done = {"event": "done", "time": 0.1, "timings": {}, "warnings": [], "engine": {"release": "toy/1"}}
-    events = ({"event": "accepted", "seed": 1, "steps": 1, "release": "toy/1"}, image, done)
-    return Answer(200, b"".join(json.dumps(event).encode() + b"\n" for event in events))
-
-
-def noise_image() -> bytes:
-    """Return a PNG of about 2 MiB."""
-    file = io.BytesIO()
-    pixels = np.random.default_rng(0).integers(0, 256, (900, 800, 3), np.uint8)
-    Image.fromarray(pixels).save(file, "PNG", compress_level=0)
-    return file.getvalue()
-
-
 @contextmanager
-def gateway_process(folder: Path) -> Iterator[tuple[psutil.Process, int]]:
-    """Run `preheat gateway` with two keys in front of a scripted server. Yields the process and its port."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    keys = folder / "keys"
-    keys.write_text(f"attacker {ATTACKER}\nother {OTHER}\n")
-    with ScriptedServer(answer) as backend, (folder / "gateway.log").open("wb") as log:
-        command = (sys.executable, "-m", "engine_builder.commands.main", "gateway", "--key-file", str(keys))
-        backend_url = backend.url.removesuffix("/production/predict")
-        process = subprocess.Popen(
-            [*command, "--port", str(port), "--backend", f"{backend_url}/production/predict"], stdout=log, stderr=log
-        )
-        try:
-            eventually(lambda: is_healthy(port), "the gateway serves")
-            yield psutil.Process(process.pid), port
-        finally:
-            process.terminate()
-            process.wait(30)
+def good_backend() -> Iterator[ScriptedServer]:
+    def script(_: int, request: dict[str, Any]) -> Any:
+        return lines(DESCRIPTION) if request.get("describe") else lines(ACCEPTED, IMAGE, DONE)
+
+    with ScriptedServer(script) as backend:
+        yield backend
 
 
-def is_healthy(port: int) -> bool:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
+def requests_of_others(url: str, model: str) -> dict[str, Callable[[], str]]:
+    """Return requests with and without an image of about 2 MiB, by a name."""
+    image = file_of(np.random.default_rng(0).integers(0, 256, (896, 832, 3), np.uint8))
+    options: Any = {"timeout": 60, "trust_env": False, "headers": {"Authorization": f"Bearer {KEYS['other']}"}}
+    fitted = FIELDS | {"resize": "crop", "strength": 1.0}
+    parts: Any = {"image": ("a.png", base64.b64decode(image), "image/png")}
 
+    def post(path: str, **content: Any) -> str:
+        answer = httpx.post(url + path, **options, **content)
+        return "" if answer.status_code == 200 else f"{answer.status_code} {answer.text[:200]}"
 
-def requests_of_other_key(port: int) -> dict[str, Callable[[], httpx.Response]]:
-    """Return requests with and without an image, by a name."""
-    image, limits = noise_image(), httpx.Limits(max_keepalive_connections=0)
-    client = httpx.Client(
-        base_url=f"http://127.0.0.1:{port}",
-        headers={"Authorization": f"Bearer {OTHER}"},
-        limits=limits,
-        timeout=60,
-        trust_env=False,
-    )
-    native = {"prompt": "x", "image": base64.b64encode(image).decode()}
-    generation, parts = {"prompt": "x"}, {"image": ("a.png", image, "image/png"), "prompt": (None, "x")}
+    native = fitted | {"image": image, "width": 64, "height": 64}
     return {
-        "text": lambda: client.post("/v1/images/generations", json=generation),
-        "image": lambda: client.post("/v1/models/model:predict", json=native),
-        "form": lambda: client.post("/v1/images/edits", files=parts),
+        "text": lambda: post("/v1/images/generations", json=FIELDS | {"size": "64x64", "model": model}),
+        "image": lambda: post(f"{PREDICT_PATH}?model={model}", json=native),
+        "form": lambda: post("/v1/images/edits", files=parts, data=fitted | {"size": "64x64", "model": model}),
     }
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
-def test_gateway_serves_others_during(attack: str, tmp_path: Path, show_progress: Callable[[str], None]) -> None:
-    with gateway_process(tmp_path) as (process, port), ThreadPoolExecutor(4) as pool:
-        others = requests_of_other_key(port)
-        expected = {name: send().status_code for name, send in others.items()}
-        assert set(expected.values()) == {200}, expected
-        idle = process.memory_info().rss
-        attacker = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.attacks", attack, str(port), ATTACKER, str(SECONDS)]
-        )
-        delays, peak, problems = [], idle, []
-        sent: dict[str, int] = dict.fromkeys(others, 0)
+@contextmanager
+def others_are_served(
+    url: str, model: str, pids: dict[int, int], show_progress: Callable[[str], None]
+) -> Iterator[None]:
+    """Begin an attack in the block. Check others, and the growth in MiB of the processes `pids`, until it is over."""
+    others = requests_of_others(url, model)
+    assert [send() for send in others.values()] == ["", "", ""]
+    idle = {pid: memory_mib(pid, "VmRSS") for pid in pids}
+    for pid in pids:
+        Path(f"/proc/{pid}/clear_refs").write_text("5")
+    with HealthProbe(f"{url}/health") as probe:
+        yield
+        durations = send_repeatedly(others, SECONDS + RECOVERY_SECONDS)
+    slowest = {name: round(max(found), 2) for name, found in durations.items()}
+    growth = {pid: round(memory_mib(pid, "VmHWM") - before) for pid, before in idle.items()}
+    show_progress(f"health at most {probe.seconds[-1]:.2f} s; requests of others {slowest}; growth {growth} MiB")
+    assert probe.failed == 0 and probe.seconds[-1] <= MAX_HEALTH_SECONDS
+    assert max(slowest.values()) <= MAX_REQUEST_SECONDS
+    assert all(growth[pid] <= most for pid, most in pids.items())
 
-        def send_until(end: float, name: str) -> None:
-            while time.monotonic() < end:
-                began = time.monotonic()
-                try:
-                    answer = others[name]()
-                    if answer.status_code != 200:
-                        problems.append(f"{name}: {answer.status_code} {answer.text[:200]}")
-                except httpx.HTTPError as error:
-                    problems.append(f"{name}: {error!r}")
-                sent[name] += 1
-                if time.monotonic() - began > 10:
-                    problems.append(f"{name}: took {time.monotonic() - began:.1f} s")
-                time.sleep(0.1)
 
-        end = time.monotonic() + SECONDS + RECOVERY_SECONDS
-        working: list[Future[None]] = [pool.submit(send_until, end, name) for name in others]
-        while time.monotonic() < end:
-            began = time.monotonic()
-            if not is_healthy(port):
-                problems.append("health: no answer with status 200 within 5 s")
-            delays.append(time.monotonic() - began)
-            peak = max(peak, process.memory_info().rss)
-            time.sleep(0.02)
-        for future in working:
-            future.result()
-        attacker.wait(60)
-        growth = (peak - idle) / 2**20
-        show_progress(
-            f"{attack}: health {statistics.median(delays) * 1e3:.0f} ms, at most {max(delays) * 1e3:.0f}; "
-            f"memory +{growth:.0f} MiB; {sent} requests of others; {len(problems)} problems {problems[:2]}"
-        )
-        assert problems == []
-        assert growth <= MAX_MEMORY_MIB
-        assert max(delays) <= MAX_HEALTH_SECONDS
+@pytest.mark.parametrize("attack", attacks.ATTACKS)
+def test_client_harms_no_other(
+    attack: str, server: Server, tmp_path: Path, show_progress: Callable[[str], None]
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("".join(f"{name} {key}\n" for name, key in KEYS.items()))
+    with good_backend() as backend:
+        is_real = attack == "image bombs"
+        backend_url = server.url if is_real else backend.url
+        with gateway_process(tmp_path, "--key-file", str(keys), "--backend", backend_url) as (url, pid):
+            headers = {"Authorization": f"Bearer {KEYS['other']}"}
+            [model] = httpx.get(f"{url}/v1/models", headers=headers, trust_env=False).json()["data"]
+            pids = {pid: MAX_MEMORY_MIB} | ({server.pid: MAX_SERVER_MIB} if is_real else {})
+            command = [sys.executable, "-m", "tests.support.attacks", attack, url, KEYS["attacker"], str(SECONDS)]
+            with others_are_served(url, model["id"], pids, show_progress):
+                attacker = subprocess.Popen(command)
+            attacker.wait(60)
+
+
+@pytest.mark.parametrize("attack", [*backend_attacks.ATTACKS, "locked history"])
+def test_backend_harms_no_other(attack: str, tmp_path: Path, show_progress: Callable[[str], None]) -> None:
+    name = attack if attack in backend_attacks.ATTACKS else "endless health"
+    command = [sys.executable, "-m", "tests.support.backend_attacks", name, str(VICTIMS), str(SECONDS)]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with good_backend() as good, subprocess.Popen(command, **pipes) as attacker, ExitStack() as stack:
+        assert attacker.stdin is not None and attacker.stdout is not None
+        backends = ["--backend", good.url, "--backend", f"http://127.0.0.1:{int(attacker.stdout.readline())}"]
+        history = tmp_path / "history"
+        url, pid = stack.enter_context(gateway_process(tmp_path, *backends, "--history", str(history)))
+        with others_are_served(url, "toy/1", {pid: MAX_MEMORY_MIB}, show_progress):
+            if attack == "locked history":
+                stack.enter_context(locked(history, "DELETE FROM history"))
+            attacker.stdin.write(f"{url}\n")  # it sends the requests that it attacks
+            attacker.stdin.flush()
+        with suppress(ProcessLookupError):
+            attacker.kill()
+    assert "Traceback" not in (tmp_path / "log").read_text()

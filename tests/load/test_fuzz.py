@@ -1,6 +1,6 @@
 """Request bodies generated from the published schema, valid and almost valid: each gets images or a clear refusal.
 
-PREHEAT_FUZZ_BODIES is their number: 300 by default, 5,000 in `make test-load`. Accepted sizes and counts are small.
+PREHEAT_FUZZ_BODIES is their number: 100 by default, 5,000 in `make test-load`. Accepted sizes and counts are small.
 """
 
 import json
@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from engine_builder.local_server.server import Server
 from tests.support.images import file_of
+from tests.support.predictions import PREDICT_PATH
 
-BODIES = int(os.environ.get("PREHEAT_FUZZ_BODIES", "300"))
-PREDICT = "/v1/models/model:predict"
+BODIES = int(os.environ.get("PREHEAT_FUZZ_BODIES", "100"))
 TIMEOUT_SECONDS = 60  # enough for any machine: a slower answer means that the server hangs
 SMALL_VALUES = {"width": 64, "height": 64, "num_inference_steps": 2, "num_images": 1}
 EXPECTED_STATUSES = {200, 400, 429}
@@ -162,7 +162,7 @@ def test_no_body_breaks_the_server(client: httpx.Client, properties: dict[str, A
     )  # fmt: skip
     @given(body=bodies(properties))
     def send(body: bytes) -> None:
-        answer = client.post(PREDICT, content=body, headers={"Content-Type": "application/json"})
+        answer = client.post(PREDICT_PATH, content=body, headers={"Content-Type": "application/json"})
         statuses[answer.status_code] += 1
         assert answer.status_code in EXPECTED_STATUSES, f"{answer.status_code} {answer.text[:500]} for {body[:500]!r}"
         if answer.status_code == 200 and answer.headers["Content-Type"] == "application/x-ndjson":

@@ -1,16 +1,14 @@
 """Image files of untrusted clients: each gives an image or a refusal that names the field, in bounded memory.
 
-PREHEAT_FUZZ_IMAGES is their number: 500 by default, 2,000 in `make test-load`. A tenth goes through a real server too.
+PREHEAT_FUZZ_IMAGES is their number: 150 by default, 2,000 in `make test-load`. A tenth goes through a real server too.
 """
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,10 +16,11 @@ import pytest
 
 from engine_builder.local_server.server import Server
 from tests.support import odd_images
+from tests.support.load import memory_mib
 from tests.support.predictions import PREDICT_PATH, http_client
 from tests.support.repository import REPOSITORY
 
-CASES = int(os.environ.get("PREHEAT_FUZZ_IMAGES", "500"))
+CASES = int(os.environ.get("PREHEAT_FUZZ_IMAGES", "150"))
 # A request holds its text (43 MiB for a file of 32 MiB), the file, its pixel data, and then 31 megapixels: decoded in
 # 4 bytes for each pixel (four times while Pillow decodes WebP), and channels before and after they are blended.
 MAX_GROWTH_MIB = 700
@@ -71,12 +70,6 @@ def client(server: Server) -> Iterator[httpx.Client]:
         yield client
 
 
-def server_peak_mib(server: Server) -> float:
-    """Return the largest resident memory of the server's process so far."""
-    [kilobytes] = re.findall(r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{server.pid}/status").read_text(), re.MULTILINE)
-    return int(kilobytes) / 1024
-
-
 def send(client: httpx.Client, case: odd_images.Case, number: int) -> httpx.Response:
     """Send a case as a request of two steps. Every seventh is sent in chunks."""
     body = json.dumps({"prompt": "a cat", "num_inference_steps": 2, "strength": 0.9} | case.fields).encode()
@@ -86,7 +79,7 @@ def send(client: httpx.Client, case: odd_images.Case, number: int) -> httpx.Resp
 
 def test_server_answers_every_image(server: Server, client: httpx.Client) -> None:
     statuses, problems = Counter[int](), []
-    before = server_peak_mib(server)
+    before = memory_mib(server.pid, "VmHWM")
     large = [odd_images.Case("65 MiB", {"image": "A" * (65 * 2**20)}, "refused")] * 2
     for number, case in enumerate([*odd_images.cases(CASES // 10, seed=1), *large]):
         answer = send(client, case, number)
@@ -97,7 +90,7 @@ def test_server_answers_every_image(server: Server, client: httpx.Client) -> Non
             problems.append(f"{number}: {case.kind}: {status} {answer.text[:300]}")
         elif status == 400 and answer.json().get("field") != case.field:
             problems.append(f"{number}: {case.kind}: {answer.text[:300]} does not name {case.field}")
-    growth = server_peak_mib(server) - before
+    growth = memory_mib(server.pid, "VmHWM") - before
     print(f"\n{statuses}; the server's memory: from {before:.0f} MiB by {growth:.0f} MiB")
     assert not problems, "\n".join(problems)
     assert statuses[200] > CASES / 50 and statuses[400] > CASES / 50 and statuses[413] == 2

@@ -24,7 +24,7 @@ from tests.support.images import Pixels, largest_difference, pixels
 from tests.support.predictions import PREDICT_PATH, TIMEOUT_SECONDS, http_client, predict
 
 CLIENTS = 64
-SECONDS = float(os.environ.get("PREHEAT_GATEWAY_SECONDS", "8"))
+SECONDS = float(os.environ.get("PREHEAT_GATEWAY_SECONDS", "5"))
 STREAM_SHARE = 0.3
 # Requests that share batches. Their sizes, steps and seeds differ, so that a wrong picture is noticed.
 REQUESTS: list[dict[str, Any]] = [

@@ -6,28 +6,23 @@ watched (1,000 in `make test-load`).
 """
 
 import asyncio
-import base64
-import io
 import json
 import os
 import random
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import httpx
-import numpy as np
-import numpy.typing as npt
 import psutil
 import pytest
-from PIL import Image
 
 from engine_builder.local_server.server import Server
+from tests.support.images import Pixels, largest_difference, pixels
+from tests.support.load import HealthProbe
+from tests.support.predictions import PREDICT_PATH
 
-PREDICT = "/v1/models/model:predict"
 CLIENTS = 64
 DISCONNECT_SHARE = 0.2  # of the requests
 STREAM_SHARE = 0.3
@@ -39,69 +34,17 @@ TIMEOUT_SECONDS = 300
 REQUESTS: list[dict[str, Any]] = [
     {
         "prompt": ["a red circle", "two green squares on white", "a blue line"][number % 3],
-        "width": [64, 96, 128][number % 3],
-        "height": [64, 96][number % 2],
+        "width": [64, 96, 128][number % 3], "height": [64, 96][number % 2],
         "scheduler": ["Euler", "Euler a", "DDIM", "DPM++ 2M", "DPM++ 2M SDE Karras"][number % 5],
-        "num_inference_steps": 2 + number % 4,
-        "guidance_scale": [7.5, 1.0][number % 2],
-        "use_refiner": number % 4 == 0,
-        "num_images": 1 + number % 2,
-        "seed": number,
-        "output_format": "png",
+        "num_inference_steps": 2 + number % 4, "guidance_scale": [7.5, 1.0][number % 2],
+        "use_refiner": number % 4 == 0, "num_images": 1 + number % 2, "seed": number, "output_format": "png",
     }
     for number in range(24)
-]
-
-# Checks the health twenty times a second until its standard input is closed. A check that takes longer than a
-# platform would wait has failed.
-HEALTH_PROBE = """
-import json, sys, threading, time, httpx
-closed, seconds, failed, delay = threading.Event(), [], 0, 0.0
-threading.Thread(target=lambda: (sys.stdin.read(), closed.set()), daemon=True).start()
-with httpx.Client(base_url=sys.argv[1], trust_env=False, timeout=5) as client:
-    while True:
-        waiting_since = time.perf_counter()
-        if closed.wait(0.05):
-            break
-        started = time.perf_counter()
-        delay = max(delay, started - waiting_since - 0.05)
-        try:
-            failed += client.get("/v1/models/model").status_code != 200
-        except httpx.HTTPError:
-            failed += 1
-        seconds.append(time.perf_counter() - started)
-print(json.dumps({"seconds": sorted(seconds), "failed": failed, "delay": delay}))
-"""
+]  # fmt: skip
 
 
-class HealthProbe:
-    """A process that checks the server's health while the `with` block runs.
-
-    In this process, the answers would wait for 64 clients and the decoding of their images.
-    """
-
-    def __init__(self, url: str) -> None:
-        self.seconds: list[float] = []
-        """Duration of each check, sorted."""
-        self.failed = 0
-        self.delay_seconds = 0.0
-        """The longest time that the machine kept the probe itself from running."""
-        self._url = url
-
-    def __enter__(self) -> "HealthProbe":
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", HEALTH_PROBE, self._url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        output, _ = self._process.communicate()
-        report = json.loads(output)
-        self.seconds, self.failed, self.delay_seconds = report["seconds"], report["failed"], report["delay"]
-
-
-def decoded_images(body: dict[str, Any]) -> list[npt.NDArray[np.uint8]]:
-    return [np.asarray(Image.open(io.BytesIO(base64.b64decode(image["data"])))) for image in body["images"]]
+def decoded_images(body: dict[str, Any]) -> list[Pixels]:
+    return [pixels(image["data"]) for image in body["images"]]
 
 
 def body_of_stream(answer: httpx.Response) -> dict[str, Any]:
@@ -115,7 +58,7 @@ def body_of_stream(answer: httpx.Response) -> dict[str, Any]:
 @pytest.mark.skipif(not LOAD_SECONDS, reason="takes minutes: set PREHEAT_LOAD_SECONDS=120, or run `make test-load`")
 def test_each_client_gets_its_own_images(server: Server, show_progress: Callable[[str], None]) -> None:
     with httpx.Client(base_url=server.url, trust_env=False, timeout=TIMEOUT_SECONDS) as client:
-        expected = [decoded_images(client.post(PREDICT, json=request).json()) for request in REQUESTS]
+        expected = [decoded_images(client.post(PREDICT_PATH, json=request).json()) for request in REQUESTS]
     counts: Counter[str] = Counter()
     errors: list[str] = []
 
@@ -127,10 +70,10 @@ def test_each_client_gets_its_own_images(server: Server, show_progress: Callable
             try:
                 if rng.random() < DISCONNECT_SHARE:
                     async with asyncio.timeout(rng.uniform(0, 2)):
-                        await client.post(PREDICT, json=request)
+                        await client.post(PREDICT_PATH, json=request)
                     counts["answered before disconnecting"] += 1
                     continue
-                answer = await client.post(PREDICT, json=request)
+                answer = await client.post(PREDICT_PATH, json=request)
             except TimeoutError:
                 counts["disconnected"] += 1
                 continue
@@ -144,7 +87,7 @@ def test_each_client_gets_its_own_images(server: Server, show_progress: Callable
                 continue
             images = decoded_images(body_of_stream(answer) if request["stream"] else answer.json())
             for image, expected_image in zip(images, expected[index], strict=True):
-                if np.abs(image.astype(int) - expected_image.astype(int)).max() > 1:
+                if largest_difference(image, expected_image) > 1:
                     errors.append(f"request {index} got another image")
 
     async def run_clients() -> None:
@@ -155,13 +98,12 @@ def test_each_client_gets_its_own_images(server: Server, show_progress: Callable
             end = time.monotonic() + LOAD_SECONDS
             await asyncio.gather(*(send_requests(number, client, end) for number in range(CLIENTS)))
 
-    with HealthProbe(server.url) as probe:
+    with HealthProbe(f"{server.url}/v1/models/model") as probe:
         asyncio.run(run_clients())
     p50, p99 = (probe.seconds[len(probe.seconds) * percent // 100] * 1000 for percent in (50, 99))
     show_progress(
         f"{CLIENTS} clients for {LOAD_SECONDS:g} s: {dict(counts)}; {len(probe.seconds)} health checks: "
-        f"p50 {p50:.1f} ms, p99 {p99:.1f} ms, slowest {probe.seconds[-1] * 1000:.1f} ms; "
-        f"longest delay of the probe itself: {probe.delay_seconds * 1000:.0f} ms"
+        f"p50 {p50:.1f} ms, p99 {p99:.1f} ms, slowest {probe.seconds[-1] * 1000:.1f} ms"
     )
     assert errors == []
     assert counts["200"] > CLIENTS and counts["disconnected"] > 0
@@ -176,7 +118,7 @@ def test_memory_does_not_grow(server: Server, show_progress: Callable[[str], Non
     with httpx.Client(base_url=server.url, trust_env=False, timeout=TIMEOUT_SECONDS) as client:
         for done in range(0, SOAK_IMAGES, 4):
             request = REQUESTS[done % len(REQUESTS)] | {"num_images": 4, "stream": done % 3 == 0}
-            answer = client.post(PREDICT, json=request)
+            answer = client.post(PREDICT_PATH, json=request)
             assert answer.status_code == 200, answer.text[:200]
             if (done + 4) % 100 == 0:
                 resident_bytes.append(process.memory_info().rss)

@@ -1,9 +1,12 @@
 """Attacks on a gateway, each a function that sends for some seconds.
 
-`python -m tests.support.attacks NAME PORT KEY SECONDS` runs one. They run in a process of their own, so that they do
+`python -m tests.support.attacks NAME URL KEY SECONDS` runs one. They run in a process of their own, so that they do
 not slow down the test that measures the gateway.
 """
 
+import base64
+import io
+import json
 import socket
 import sys
 import time
@@ -11,6 +14,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
+
+from PIL import Image
 
 MIB = 2**20
 PREDICT, EDITS = "/v1/models/model:predict", "/v1/images/edits"
@@ -148,14 +154,41 @@ def _form(part: bytes, count: int) -> bytes:
 
 
 _FIELD = b'Content-Disposition: form-data; name="%(n)d"\r\n\r\n1\r\n'
+
+
+def _file(mode: str, color: Any, **options: Any) -> bytes:
+    """Return a small file of 32 megapixels."""
+    written = io.BytesIO()
+    Image.new(mode, (8000, 4000), color).save(written, **{"format": "PNG", **options})
+    return written.getvalue()
+
+
+def _image_bombs(target: Target) -> None:
+    """Send twelve requests at once: of 96 megapixels, of the longest prompts, and of a transparent image."""
+    texts = {"prompt": "\U0001f600" * 4000, "negative_prompt": "\U0001f600" * 3999}
+    mask, small = base64.b64encode(_file("L", 255)).decode(), {"width": 64, "height": 64, "resize": "stretch"}
+    files = (_file("RGB", 0), _file("RGBA", (1, 2, 3, 99)), _file("RGB", 9, format="JPEG", progressive=True))
+    images = [base64.b64encode(file).decode() for file in files]
+    requests = [{"prompt": "a", "image": image, "strength": 1.0, "masks": [{"image": mask}] * 2} for image in images]
+    requests.append({"prompt": "a", "image": mask, "masks": [{"image": mask} | texts]})
+    bodies = [
+        (JSON, json.dumps(request | small | {"num_inference_steps": 2}).encode(), PREDICT) for request in requests
+    ]
+    part = b'Content-Disposition: form-data; name="image"; filename="a.png"\r\n\r\n' + _file("RGBA", (0, 0, 0, 0))
+    prompt = b'Content-Disposition: form-data; name="prompt"\r\n\r\na'
+    form = b"".join(b"--x\r\n" + one + b"\r\n" for one in (part, prompt)) + b"--x--\r\n"
+    with ThreadPoolExecutor(12) as pool:
+        for number in range(6):
+            pool.submit(_repeat_body(*bodies[number % len(bodies)]), target)
+            pool.submit(_repeat_body(FORM, form, EDITS), target)
+
+
 # Each sends for as long as the test asks. Bodies are made when their attack starts.
 ATTACKS: dict[str, Callable[[Target], None]] = {
     "members": lambda target: _repeat_body(JSON, _members())(target),
     "values": lambda target: _repeat_body(JSON, _json(b"1,"))(target),
-    "empty objects": lambda target: _repeat_body(JSON, _json(b"{},"))(target),
     "nested arrays": lambda target: _repeat_body(JSON, _json(b"["))(target),
     "escapes": lambda target: _repeat_body(JSON, _json(rb"\u0041", start=b'{"prompt": "', end=b'"}'))(target),
-    "spaces": lambda target: _repeat_body(JSON, _json(b" "))(target),
     "digits": lambda target: _repeat_body(JSON, _json(b"1", start=b'{"seed": 0.', end=b"}"))(target),
     "whole numbers": lambda target: _repeat_body(JSON, _json(b"1" * 4300 + b","))(target),
     "wide text": lambda target: _repeat_body(
@@ -167,13 +200,13 @@ ATTACKS: dict[str, Callable[[Target], None]] = {
     "5,000 half-open connections": _hold_heads(5000, b"GET /health HTTP/1.1\r\n"),
     "half-sent bodies": _hold_bodies((34, 30), (60, 1)),
     "half-sent chunked bodies": _hold_bodies((34, 30), (60, 1), is_chunked=True),
-    "half-sent small bodies": _hold_bodies((1000, 1)),
     "dribbled bodies": _dribble,
+    "image bombs": _image_bombs,
     "tiny chunks": _tiny_chunks,
     "unread answers": _unread_answers,
 }
 
 
 if __name__ == "__main__":
-    name, port, key, seconds = sys.argv[1:]
-    ATTACKS[name](Target(int(port), key, time.monotonic() + float(seconds)))
+    name, url, key, seconds = sys.argv[1:]
+    ATTACKS[name](Target(int(url.rpartition(":")[2]), key, time.monotonic() + float(seconds)))

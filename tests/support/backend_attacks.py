@@ -1,13 +1,21 @@
-"""Backends that try to harm a gateway: `python -m tests.support.backend_attacks NAME` serves one, prints its port."""
+"""Backends that try to harm a gateway: `python -m tests.support.backend_attacks NAME VICTIMS SECONDS` prints its port.
+
+Then it reads the gateway's URL, and sends the requests that it attacks, so many at once.
+"""
 
 import gzip
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http.server import ThreadingHTTPServer
 from itertools import repeat
 from typing import Any
+
+import httpx
 
 from tests.support.http_server import QuietHandler
 
@@ -58,7 +66,19 @@ ATTACKS: dict[str, tuple[str, Callable[[], Parts]]] = {
 }
 
 
-def serve(name: str) -> None:
+def send_victims(url: str, number: int, end: float) -> None:
+    sizes = {"width": 1024, "height": 1024} if number % 4 > 1 else {}
+    body = {"prompt": "x", "stream": number % 2 > 0} | sizes
+    while time.monotonic() < end:
+        options: Any = {"trust_env": False, "timeout": max(1, end - time.monotonic())}
+        with suppress(httpx.HTTPError), httpx.stream("POST", url, json=body, **options) as answer:
+            assert answer.status_code != 500
+            for _ in answer.iter_bytes():
+                if time.monotonic() > end:
+                    break
+
+
+def serve(name: str, victims: int, seconds: float) -> None:
     """Serve the attack until the process is ended."""
 
     class Handler(QuietHandler):
@@ -79,9 +99,14 @@ def serve(name: str) -> None:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     print(server.server_port, flush=True)
-    server.serve_forever()
+    url = f"{sys.stdin.readline().strip()}/v1/models/model:predict?model={RELEASE}"
+    end = time.monotonic() + seconds
+    with ThreadPoolExecutor(victims) as pool:
+        for sending in [pool.submit(send_victims, url, number, end) for number in range(victims)]:
+            sending.result()
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))
