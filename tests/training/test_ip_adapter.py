@@ -5,8 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
-from transformers import CLIPImageProcessorPil
 
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.checkpoints.ip_adapter import parse_ip_adapters
@@ -14,7 +12,6 @@ from engine_builder.networks.check import check_model
 from tests.support.repository import MODEL_FOLDER
 from training import scenes
 from training.ip_adapter import (
-    ENCODER,
     FILE,
     SIDE,
     Examples,
@@ -26,11 +23,10 @@ from training.ip_adapter import (
     has_colour,
     held_out_cases,
     model_card,
-    reference_pixels,
     sample_example,
     train,
 )  # fmt: skip
-from training.render import render_scene, scene_vector
+from training.render import render_scene
 from training.score import score_image
 
 pytestmark = [
@@ -62,16 +58,6 @@ def test_a_reference_has_the_colour_of_its_target() -> None:
         for vector in (example.vector, example.reference):
             assert np.abs(np.array(vector[4:7]) - colour).max() <= 8 / 255 + 1e-9
         assert example.vector != example.reference
-
-
-def test_training_sees_the_pixels_that_a_server_sees() -> None:
-    """Within a few levels of the processor: one resizes 8-bit pixels, the other does not."""
-    scene = held_out_cases(1)[0].reference
-    side = ENCODER["image_size"]
-    processor = CLIPImageProcessorPil(size=side, crop_size=side)
-    expected = processor(Image.fromarray(render_scene(scene, SIDE, SIDE)), return_tensors="pt")["pixel_values"]
-    actual = reference_pixels(torch.tensor([scene_vector(scene)]))
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0.1)
 
 
 def test_the_exported_files_fit_the_model_and_are_scored(trained: IpAdapter, tmp_path: Path) -> None:

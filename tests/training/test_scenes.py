@@ -27,18 +27,3 @@ def test_training_has_every_pair_of_attributes() -> None:
     for parts in ((0, 1), (0, 2), (1, 2)):
         pairs = {tuple(triple[i] for i in parts) for triple in all_triples}
         assert {tuple(triple[i] for i in parts) for triple in training} == pairs
-
-
-def test_sizes_and_positions_leave_gaps() -> None:
-    rng = random.Random(5)
-    for _ in range(1000):
-        scene = scenes.sample_scene(rng)
-        limit = scenes.MIN_LARGE_RADIUS[len(scene.objects)]
-        for item in scene.objects:
-            assert (item.radius > limit * 1.05) == (item.size == "large")
-            assert (item.radius < limit * 0.95) == (item.size == "small")
-        x, y = scene.objects[0].x, scene.objects[0].y
-        if scene.position == "left":
-            assert x < 0.34
-        if scene.position == "centre":
-            assert abs(x - 0.5) < 0.08 and abs(y - 0.5) < 0.08

@@ -12,12 +12,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 
-from diffusers import UNet2DConditionModel  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from torch import Tensor  # noqa: E402
 
 from tests.support.repository import REPOSITORY  # noqa: E402
-from training import architecture, diffusion, export  # noqa: E402
 from training.dataset import ChunkWorkers  # noqa: E402
 from training.run import PausedError, TrainingRun  # noqa: E402
 from training.settings import Settings, SettingsError, load_settings, settings_from_table  # noqa: E402
@@ -107,27 +104,3 @@ def test_separate_runs_may_train_the_stages(settings: Settings, tmp_path: Path) 
         result = load_file(tmp_path / f"{stage}.safetensors")
         for key, tensor in load_file(tmp_path / "model" / network / DIFFUSION_WEIGHTS).items():
             assert torch.equal(result[f"{network}.{key}"].half(), tensor), key
-
-
-def test_refiner_learns_what_the_base_predicts(settings: Settings, tmp_path: Path) -> None:
-    networks = export.random_networks()
-    torch.manual_seed(0)
-    noised, timesteps = torch.randn(4, 4, 8, 8), torch.tensor([10, 60, 120, 200])
-
-    @torch.no_grad()
-    def predict(network: UNet2DConditionModel, *time_ids: float) -> Tensor:
-        """Predict without a caption."""
-        added = {"text_embeds": torch.zeros(4, architecture.TEXT_WIDTH_2), "time_ids": torch.tensor([time_ids] * 4)}
-        states = torch.zeros(4, 77, network.config.cross_attention_dim)
-        prediction: Tensor = network(noised, timesteps, states, added_cond_kwargs=added, return_dict=False)[0]
-        return prediction
-
-    def difference() -> float:
-        base, refiner = networks.unet.eval(), networks.refiner_unet.eval()
-        error = predict(base, 64, 64, 0, 0, 64, 64) - predict(refiner, 64, 64, 0, 0, 6)
-        return float(error.square().mean())
-
-    before = difference()
-    settings = replace(settings, refiner=replace(settings.refiner, steps=10, rate=3e-3))
-    diffusion.train_refiner(run_in(tmp_path, settings), networks)
-    assert difference() < 0.6 * before
