@@ -152,12 +152,7 @@ def _other_colour(rng: random.Random, background: str) -> str:
 
 
 def _place_objects(
-    rng: random.Random,
-    kind: str,
-    background: str,
-    looks: list[tuple[str, str]],
-    sizes: list[str],
-    aspect: float,
+    rng: random.Random, kind: str, background: str, looks: list[tuple[str, str]], sizes: list[str], aspect: float
 ) -> Scene | None:
     """Sample radii and centres once. Return None if the objects do not fit there."""
     radii = [rng.uniform(*RADII[len(looks)][size]) for size in sizes]

@@ -165,12 +165,7 @@ class Gateway:
         return await self._collect(http, key, given | {"preview_every": 0}, model, _native_answer)
 
     async def _stream(
-        self,
-        http: Request,
-        key: ApiKey,
-        native: Event,
-        model: str,
-        lines: Callable[[Accepted], AsyncIterator[str]],
+        self, http: Request, key: ApiKey, native: Event, model: str, lines: Callable[[Accepted], AsyncIterator[str]]
     ) -> Response:
         """Start a request, and return the stream of its events. The work stops if the client leaves."""
         stack = AsyncExitStack()
@@ -188,12 +183,7 @@ class Gateway:
         return ClosingStream(body(), stack, media_type=media_type, headers=headers)
 
     async def _collect(
-        self,
-        http: Request,
-        key: ApiKey,
-        native: Event,
-        model: str,
-        answer: Callable[[list[Event]], Event],
+        self, http: Request, key: ApiKey, native: Event, model: str, answer: Callable[[list[Event]], Event]
     ) -> Response:
         """Return the answer of a request once its images are finished. The work stops if the client leaves."""
         request_id = _request_id(http.scope)

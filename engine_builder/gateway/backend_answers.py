@@ -113,10 +113,7 @@ class _ErrorEvent(_Error):
 
 
 _EVENT: TypeAdapter[Any] = TypeAdapter(
-    Annotated[
-        _Accepted | _Heartbeat | _Step | _Image | _Done | _ErrorEvent,
-        Field(discriminator="event"),
-    ]
+    Annotated[_Accepted | _Heartbeat | _Step | _Image | _Done | _ErrorEvent, Field(discriminator="event")]
 )
 
 

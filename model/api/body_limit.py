@@ -102,10 +102,7 @@ class BodyLimit:
     """
 
     def __init__(
-        self,
-        application: ASGIApp,
-        refuse: Callable[[Scope, PreheatError], Response],
-        limits: BodyLimits = BodyLimits(),
+        self, application: ASGIApp, refuse: Callable[[Scope, PreheatError], Response], limits: BodyLimits = BodyLimits()
     ) -> None:
         self._application = application
         self._refuse = refuse

@@ -167,10 +167,7 @@ def test_checks_values_before_sending(full_page: Page, server: ToyServer) -> Non
 def test_asks_for_the_key_at_its_field(browser: Browser, server: ToyServer, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(f"page {KEY}\n")
     server.answer = stream(image(0), DONE)
-    with (
-        running_gateway([server.url], tmp_path / "keys") as url,
-        opened_page(browser, url, "Enter an API key") as page,
-    ):
+    with running_gateway([server.url], tmp_path / "keys") as url, opened_page(browser, url, "Enter an API key") as page:
         fill(page, prompt="a red circle")
         page.click("#generate")
         expect(page.locator("#key-field .problem")).to_have_text("Enter an API key.")

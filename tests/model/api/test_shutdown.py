@@ -141,12 +141,7 @@ TERM, INT = signal.SIGTERM, signal.SIGINT
     ids=["request", "connection", "third signal"],
 )
 def test_what_does_not_end_is_given_up(
-    grace: float,
-    answer: float,
-    signals: list[int],
-    finishes: bool,
-    ended: list[int],
-    monkeypatch: pytest.MonkeyPatch,
+    grace: float, answer: float, signals: list[int], finishes: bool, ended: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("model.api.shutdown._ANSWER_SECONDS", answer)
 
