@@ -8,7 +8,7 @@ import json
 import logging
 import re
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -52,6 +52,7 @@ _BODY_ERRORS: dict[type[PreheatError], tuple[int, str]] = {
     BodyTooLarge: (413, "too_large"),
     Overloaded: (429, "overloaded"),
 }
+Start = Callable[[AsyncExitStack], Awaitable[Accepted]]
 logger = logging.getLogger("preheat.gateway")
 
 
@@ -136,13 +137,11 @@ class Gateway:
 
     async def _answer(self, http: Request, key: ApiKey, call: ImageCall) -> Response:
         description = await self._backends.description_of(call.model)
-        native, model = dict(call.native), description["release"]
-        native |= {"stream": True, "preview_every": openai_answers.preview_every(call, description)}
+        native = call.native | {"stream": True, "preview_every": openai_answers.preview_every(call, description)}
+        starting = partial(self._start, http, key, native, description["release"])
         if call.stream:
-            return await self._stream(
-                http, key, native, model, lambda accepted: openai_answers.server_sent_events(call, accepted)
-            )
-        return await self._collect(http, key, native, model, lambda events: openai_answers.answer(call, events))
+            return await _stream(http, starting, partial(openai_answers.server_sent_events, call), "text/event-stream")
+        return await _collect(http, starting, partial(openai_answers.answer, call))
 
     async def predict(self, http: Request) -> Response:
         """`POST /v1/models/model:predict`: a request of Preheat, answered as by a server. `?model=` names a release."""
@@ -153,57 +152,25 @@ class Gateway:
         except ValidationError as error:
             problems = error.errors(include_url=False)
             field = ".".join(map(str, problems[0]["loc"])) or None
-            message = " ".join(f"{_path(problem['loc'])}: {problem['msg']}." for problem in problems)
+            message = " ".join(f"{'.'.join(map(str, one['loc'])) or 'request'}: {one['msg']}." for one in problems)
             raise ApiError(400, message, field, "refused") from error
         given = {name: value for name, value in given.items() if value is not None}  # null stands for a missing value
         description = await self._backends.description_of(http.query_params.get("model"))
         if given.get("describe"):
-            return JSONResponse(description, headers={"X-Request-Id": _request_id(http.scope)})
-        model = description["release"]
+            return JSONResponse(description, headers=_headers(http))
+        if not given.get("stream"):
+            given["preview_every"] = 0
+        starting = partial(self._start, http, key, given, description["release"])
         if given.get("stream"):
-            return await self._stream(http, key, given, model, _native_lines)
-        return await self._collect(http, key, given | {"preview_every": 0}, model, _native_answer)
+            return await _stream(http, starting, _native_lines, "application/x-ndjson")
+        return await _collect(http, starting, _native_answer)
 
-    async def _stream(
-        self, http: Request, key: ApiKey, native: Event, model: str, lines: Callable[[Accepted], AsyncIterator[str]]
-    ) -> Response:
-        """Start a request, and return the stream of its events. The work stops if the client leaves."""
-        stack = AsyncExitStack()
-        request_id = _request_id(http.scope)
-        accepted = await self._start(stack, http, key, native, model, request_id)
-
-        async def body() -> AsyncIterator[str]:
-            async with stack:
-                async for line in lines(accepted):
-                    yield line
-
-        is_native = lines is _native_lines
-        headers = {"X-Request-Id": request_id, "X-Accel-Buffering": "no", "Cache-Control": "no-store"}
-        media_type = "application/x-ndjson" if is_native else "text/event-stream"
-        return ClosingStream(body(), stack, media_type=media_type, headers=headers)
-
-    async def _collect(
-        self, http: Request, key: ApiKey, native: Event, model: str, answer: Callable[[list[Event]], Event]
-    ) -> Response:
-        """Return the answer of a request once its images are finished. The work stops if the client leaves."""
-        request_id = _request_id(http.scope)
-        async with AsyncExitStack() as stack:
-            accepted = await self._start(stack, http, key, native, model, request_id)
-
-            async def collect() -> list[Event]:
-                return [event async for event in accepted.events if event["event"] in ("image", "done")]
-
-            events = await unless_disconnected(http, collect())
-        # Writing megabytes of base64 would block the event loop.
-        content = await asyncio.to_thread(lambda: json.dumps(answer(events)))
-        return Response(content, media_type="application/json", headers={"X-Request-Id": request_id})
-
-    async def _start(
-        self, stack: AsyncExitStack, http: Request, key: ApiKey, native: Event, model: str, request_id: str
-    ) -> Accepted:
+    async def _start(self, http: Request, key: ApiKey, native: Event, model: str, stack: AsyncExitStack) -> Accepted:
+        """Start a request, which ends with `stack`."""
         images = native.get("num_images", 1)
         self._keys.take(key, images)
         try:
+            request_id = _request_id(http.scope)
             starting = stack.enter_async_context(self._backends.start(native, model, request_id, key.client_id))
             accepted = await unless_disconnected(http, starting)
         except BaseException:
@@ -294,6 +261,36 @@ class LocalOnly:
         await self._application(scope, receive, send)
 
 
+async def _stream(
+    http: Request, start: Start, lines: Callable[[Accepted], AsyncIterator[str]], media_type: str
+) -> Response:
+    """Start a request, and return the stream of its events. The work stops if the client leaves."""
+    stack = AsyncExitStack()
+    accepted = await start(stack)
+
+    async def body() -> AsyncIterator[str]:
+        async with stack:
+            async for line in lines(accepted):
+                yield line
+
+    headers = _headers(http) | {"X-Accel-Buffering": "no", "Cache-Control": "no-store"}
+    return ClosingStream(body(), stack, media_type=media_type, headers=headers)
+
+
+async def _collect(http: Request, start: Start, answer: Callable[[list[Event]], Event]) -> Response:
+    """Return the answer of a request once its images are finished. The work stops if the client leaves."""
+    async with AsyncExitStack() as stack:
+        accepted = await start(stack)
+
+        async def collect() -> list[Event]:
+            return [event async for event in accepted.events if event["event"] in ("image", "done")]
+
+        events = await unless_disconnected(http, collect())
+    # Writing megabytes of base64 would block the event loop.
+    content = await asyncio.to_thread(lambda: json.dumps(answer(events)))
+    return Response(content, media_type="application/json", headers=_headers(http))
+
+
 async def _native_lines(accepted: Accepted) -> AsyncIterator[str]:
     """Yield the lines of a server's stream. An error is its last line."""
     yield json.dumps(accepted.event) + "\n"
@@ -358,8 +355,8 @@ def _internal_error(http: Request, error: Exception) -> Response:
     return _error_response(http.scope, ApiError(500, "The gateway failed; its log has the reason.", None, "failed"))
 
 
-def _path(location: tuple[int | str, ...]) -> str:
-    return ".".join(map(str, location)) or "request"
+def _headers(http: Request) -> dict[str, str]:
+    return {"X-Request-Id": _request_id(http.scope)}
 
 
 def _request_id(scope: Scope) -> str:

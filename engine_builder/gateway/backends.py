@@ -25,14 +25,14 @@ from engine_builder.gateway.backend_answers import (
     parse_description,
     parse_refusal,
     read_events,
-)
+)  # fmt: skip
 from engine_builder.gateway.bounded_reading import (
     MAX_DESCRIPTION_BYTES,
     MAX_ERROR_BYTES,
     HeldLines,
     InvalidAnswer,
     read_body,
-)
+)  # fmt: skip
 from engine_builder.gateway.errors import ApiError, GatewayConfigError
 from model.api.fair_queue import CLIENT_HEADER
 

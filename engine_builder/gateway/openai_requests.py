@@ -29,17 +29,9 @@ MAX_PARTIAL_IMAGES = 3
 MAX_ALPHA_WEBP_PIXELS = 16_000_000  # Pillow's decoder of WebP holds four copies of the pixels
 VARIATION_PROMPT, VARIATION_STRENGTH = "a picture", 0.6  # a variation has no prompt, so its guidance is off
 EXTRA_FIELDS = (
-    "seed",
-    "negative_prompt",
-    "num_inference_steps",
-    "guidance_scale",
-    "end_cfg_frac",
-    "scheduler",
-    "use_refiner",
-    "loras",
-    "strength",
-    "resize",
-)
+    "seed", "negative_prompt", "num_inference_steps", "guidance_scale", "end_cfg_frac", "scheduler", "use_refiner",
+    "loras", "strength", "resize",
+)  # fmt: skip
 _PARAMETERS = {
     "prompt", "model", "n", "size", "quality", "background", "moderation", "output_format", "output_compression",
     "response_format", "stream", "partial_images", "user", "safety_identifier", *EXTRA_FIELDS,

@@ -15,7 +15,7 @@ from model.denoising.sampler_names import (
     sampler_name,
     skipped_steps,
     smallest_strength,
-)
+)  # fmt: skip
 from model.errors import RequestRefused
 from model.images.metadata import MAX_JPEG_BYTES, metadata_text
 from model.loading.served import ServedModel, Sizes
@@ -25,18 +25,9 @@ from model.validation import RANDOM_SEED, SEED_COUNT, format_value
 DEFAULT_STRENGTH, DEFAULT_INPAINT_STRENGTH = 0.3, 0.9999  # of diffusers' SDXL pipelines
 _LISTS = ("original_size", "crop", "target_size", "timesteps", "sigmas")
 _NOT_PARAMETERS = {
-    "stream",
-    "preview_every",
-    "metadata",
-    "describe",
-    "image",
-    "strength",
-    "masks",
-    "resize",
-    "loras",
-    "controls",
+    "stream", "preview_every", "metadata", "describe", "image", "strength", "masks", "resize", "loras", "controls",
     "ip_adapters",
-}
+}  # fmt: skip
 
 
 def resolve(

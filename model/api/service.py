@@ -41,7 +41,7 @@ from model.errors import (
     PreheatError,
     RequestRefused,
     Unavailable,
-)
+)  # fmt: skip
 from model.loading.served import ServedRelease
 from model.pipeline.params import GenerationParams
 from model.scheduling.interface import JobScheduler, RequestJob
@@ -294,16 +294,10 @@ class Service:
         entry |= {"stream": context.stream, "seconds": round(time.perf_counter() - context.began, 4)} | entries
         if (params := context.params) is not None:
             entry |= {
-                "task": params.task,
-                "width": params.width,
-                "height": params.height,
-                "steps": params.num_inference_steps,
-                "scheduler": params.scheduler,
-                "refiner": params.use_refiner,
-                "images": params.num_images,
-                "loras": [name for name, _ in params.loras],
-                "seed": params.seed,
-            }
+                "task": params.task, "width": params.width, "height": params.height,
+                "steps": params.num_inference_steps, "scheduler": params.scheduler, "refiner": params.use_refiner,
+                "images": params.num_images, "loras": [name for name, _ in params.loras], "seed": params.seed,
+            }  # fmt: skip
         if self._log_prompts:
             entry["prompt"] = context.prompt
         logger.log(logging.ERROR if status >= 500 else logging.INFO, json.dumps(entry))

@@ -1,6 +1,6 @@
 """Image files of untrusted clients: each gives an image or a refusal that names the field, in bounded memory.
 
-PREHEAT_FUZZ_IMAGES is their number: 150 by default, 2,000 in `make test-load`. A tenth goes through a real server too.
+PREHEAT_FUZZ_IMAGES is their number: 220 by default, 2,000 in `make test-load`. A tenth goes through a real server too.
 """
 
 import json
@@ -20,7 +20,7 @@ from tests.support.load import memory_mib
 from tests.support.predictions import PREDICT_PATH, http_client
 from tests.support.repository import REPOSITORY
 
-CASES = int(os.environ.get("PREHEAT_FUZZ_IMAGES", "150"))
+CASES = int(os.environ.get("PREHEAT_FUZZ_IMAGES", "220"))
 # A request holds its text (43 MiB for a file of 32 MiB), the file, its pixel data, and then 31 megapixels: decoded in
 # 4 bytes for each pixel (four times while Pillow decodes WebP), and channels before and after they are blended.
 MAX_GROWTH_MIB = 700

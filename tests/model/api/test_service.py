@@ -132,17 +132,6 @@ def test_waiting_stream_has_heartbeats(limited: httpx.Client) -> None:
             assert [next(waiting)["event"] for _ in range(2)] == ["accepted", "heartbeat"]
 
 
-def test_client_assembles_a_stream(server: Server, client: httpx.Client) -> None:
-    events: list[dict[str, Any]] = []
-    request = SMALL | {"seed": 4, "num_images": 2}
-    response = generate(server.url, request, READY_SECONDS, events.append)
-    assert response.keys() == predict(client, **request).keys()
-    assert [image["seed"] for image in response["images"]] == [4, 5]
-    assert response["data"] == response["images"][0]["data"]
-    assert events[0]["event"] == "accepted" and {event["event"] for event in events} >= {"accepted", "step"}
-    assert max(event["step"] for event in events if event["event"] == "step") == events[0]["steps"] == 4
-
-
 # -- limits -----------------------------------------------------------------------------------------------------------
 
 

@@ -2,17 +2,14 @@
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
 
-from engine_builder.local_server.server import Layout, Server, ServerFailed
-from engine_builder.stores.store import open_writable_store
+from engine_builder.local_server.server import Server
 from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.errors import ConfigError, PreheatError, ReleaseNotFound
@@ -20,7 +17,6 @@ from model.loading.load import Loaded
 from model.model import Model
 from model.pipeline.text_to_image import generate
 from model.store.store import Store
-from tests.conftest import READY_SECONDS
 from tests.support.images import Pixels, largest_difference, open_image, pixels
 from tests.support.predictions import PREDICT_PATH, PROMPT, SMALL, http_client, post, predict
 
@@ -90,15 +86,6 @@ def test_images_of_a_request_have_successive_seeds(client: httpx.Client) -> None
     for image in body["images"]:
         alone = predict(client, **SMALL, seed=image["seed"])
         assert largest_difference(pixels(image["data"]), pixels(alone["data"])) <= 1
-
-
-def test_sampler_applies_to_its_request_only(client: httpx.Client) -> None:
-    default = predict(client, **SMALL, seed=1)["data"]
-    ancestral = predict(client, **SMALL, seed=1, scheduler="Euler a")["data"]
-    assert ancestral != default
-    assert predict(client, **SMALL, seed=1)["data"] == default
-    by_class = predict(client, **SMALL, seed=1, scheduler="EulerAncestralDiscreteScheduler")["data"]
-    assert by_class == ancestral
 
 
 def test_warns_of_a_truncated_prompt_and_an_unused_refiner(client: httpx.Client) -> None:
@@ -180,22 +167,3 @@ def test_load_reports_a_release_that_is_missing(
     settings.pop(missing or "", None)
     with pytest.raises(error, match=message):
         Model(config={"model_metadata": {"preheat": settings}}).load()
-
-
-def test_server_reports_a_damaged_engine(layout: Layout, store: Store, release: str, tmp_path: Path) -> None:
-    manifest, kept = store.read_release(release), Path(store.url.removeprefix("file://"))
-    blobs = tmp_path / "store" / "blobs" / "sha256"
-    blobs.mkdir(parents=True)
-    for digest in manifest.blobs():
-        shutil.copy(kept / "blobs" / "sha256" / digest, blobs)
-    copied = open_writable_store(tmp_path / "store")
-    copied.write_release(manifest)
-    [damaged] = [engine.blob for engine in manifest.engines if engine.component == "unet"]
-    data = bytearray((blobs / damaged.sha256).read_bytes())
-    data[len(data) // 2] ^= 1
-    (blobs / damaged.sha256).write_bytes(data)
-    environment = {"PREHEAT_STORE": copied.url, "PREHEAT_RELEASE": release}
-    with Server(layout, environment=environment) as server, pytest.raises(ServerFailed) as failure:
-        server.wait_ready(READY_SECONDS)
-    damage = f"Blob {damaged.sha256[:12]} in {copied.url} is damaged"
-    assert str(failure.value).startswith(f"The server refused to start. {damage}")
