@@ -362,30 +362,6 @@ def test_notices_another_release_of_a_server() -> None:
         assert send().json()["preheat"]["engine"] == {"release": "toy/2"}
 
 
-def test_decodes_one_file_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    guard, second, active, decoded = threading.Lock(), threading.Event(), [0], openai_requests.to_8_bits
-
-    def decode(*args: Any) -> Image.Image:
-        with guard:
-            active[0] += 1
-            if active[0] > 1:
-                second.set()
-        second.wait(0.2)  # so that others may begin
-        with guard:
-            active[0] -= 1
-        return decoded(*args)
-
-    monkeypatch.setattr(openai_requests, "to_8_bits", decode)
-    with answering("toy/1") as backend, running_gateway([backend.url]) as url, ThreadPoolExecutor() as clients:
-
-        def send(_: int) -> int:
-            parts: Any = {"image": ("a.png", png(hole=True), "image/png"), "prompt": (None, PROMPT)}
-            return httpx.post(f"{url}/v1/images/edits", files=parts, trust_env=False, timeout=60).status_code
-
-        assert list(clients.map(send, range(5))) == [200] * 5
-    assert not second.is_set()
-
-
 def test_names_a_keys_requests_to_servers(tmp_path: Path) -> None:
     """The server's queues are fair between keys. They get a digest of the key's name."""
     keys = tmp_path / "keys"

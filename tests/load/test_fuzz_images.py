@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -64,12 +63,6 @@ def test_memory_is_bounded(report: dict[str, Any]) -> None:
 MAX_SERVER_GROWTH_MIB = 1000  # one request at a time; its body and the text in it are there as well
 
 
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[httpx.Client]:
-    with http_client(server) as client:
-        yield client
-
-
 def send(client: httpx.Client, case: odd_images.Case, number: int) -> httpx.Response:
     """Send a case as a request of two steps. Every seventh is sent in chunks."""
     body = json.dumps({"prompt": "a cat", "num_inference_steps": 2, "strength": 0.9} | case.fields).encode()
@@ -77,7 +70,12 @@ def send(client: httpx.Client, case: odd_images.Case, number: int) -> httpx.Resp
     return client.post(PREDICT_PATH, content=content, headers={"Content-Type": "application/json"})
 
 
-def test_server_answers_every_image(server: Server, client: httpx.Client) -> None:
+def test_server_answers_every_image(server: Server) -> None:
+    with http_client(server) as client:
+        check_server(server, client)
+
+
+def check_server(server: Server, client: httpx.Client) -> None:
     statuses, problems = Counter[int](), []
     before = memory_mib(server.pid, "VmHWM")
     large = [odd_images.Case("65 MiB", {"image": "A" * (65 * 2**20)}, "refused")] * 2

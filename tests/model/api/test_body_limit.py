@@ -18,8 +18,8 @@ from starlette.types import Message, Receive, Scope
 from engine_builder.local_server.server import Server
 from model.api.body_limit import CLIENT, MAX_BODY_BYTES, SMALL_BODY_BYTES, BodyLimit, BodyLimits
 from model.api.service import STATUS
-from model.errors import Overloaded, PreheatError
-from tests.support.predictions import PREDICT_PATH, http_client
+from model.errors import PreheatError
+from tests.support.predictions import PREDICT_PATH
 from tests.support.waiting import TIMEOUT_SECONDS
 
 LIMIT, TOTAL = 3 * 2**20, 5 * 2**20
@@ -200,33 +200,7 @@ def test_slow_body_is_kept_while_it_arrives() -> None:
     run_within_timeout(run())
 
 
-def test_body_given_up_with_its_last_part_is_not_used() -> None:
-    async def run() -> None:
-        echo = Echo()
-        limited = BodyLimit(echo.application, refuse, BodyLimits(pause_seconds=0.05))
-        statuses: list[int] = []
-
-        async def receive() -> Message:
-            next(iter(limited.bodies)).give_up(Overloaded("", 1))
-            return {"type": "http.request", "body": b"A", "more_body": False}
-
-        async def send(message: Message) -> None:
-            statuses.append(message.get("status", 0))
-
-        headers = [(b"content-length", b"1")]
-        await limited({"type": "http", "path": "/", "method": "POST", "headers": headers}, receive, send)
-        assert statuses[0] == 429 and echo.read == 0
-
-    run_within_timeout(run())
-
-
 # -- the real server --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[httpx.Client]:
-    with http_client(server) as client:
-        yield client
 
 
 def body(size: int) -> bytes:

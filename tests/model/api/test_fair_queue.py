@@ -172,25 +172,6 @@ def test_parts_of_a_cheap_request_are_not_divided() -> None:
     run(steps)
 
 
-def test_work_that_is_not_served_costs_nothing() -> None:
-    """A client whose requests were cancelled or refused waits no longer than before."""
-
-    async def steps(work: Work) -> None:
-        queue = FairQueue()
-        given_up = waiting(queue, work, [("first", "", 0), *[("x", "x", 100)] * 50])
-        await asyncio.sleep(0)
-        for task in given_up[1:]:
-            task.cancel()
-        await asyncio.wait(given_up[1:])
-        tasks = waiting(queue, work, [("a", "y", 100), ("x", "x", 99)])
-        await asyncio.sleep(0)
-        work.finish.set()
-        await asyncio.gather(*tasks)
-        assert work.begun == ["first", "x", "a"]
-
-    run(steps)
-
-
 def test_serves_in_a_process_of_low_priority() -> None:
     """A thread of a process without privileges may not raise its priority."""
     script = """

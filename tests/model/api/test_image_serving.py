@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -15,17 +14,11 @@ from PIL import Image
 
 from engine_builder.local_server.server import Server
 from tests.support.images import Pixels, file_of, open_image, pixels
-from tests.support.predictions import PREDICT_PATH, SMALL, TIMEOUT_SECONDS, http_client, post, predict
+from tests.support.predictions import PREDICT_PATH, SMALL, TIMEOUT_SECONDS, post, predict
 from tests.support.repository import REPOSITORY
 
 SIZE = 64
 EDIT = SMALL | {"num_inference_steps": 4, "strength": 0.9, "seed": 5}
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[httpx.Client]:
-    with http_client(server) as client:
-        yield client
 
 
 def photo(width: int = SIZE, height: int = SIZE) -> Pixels:
@@ -47,26 +40,6 @@ def test_composite_keeps_the_pixels_outside_the_masks(client: httpx.Client) -> N
     assert (plain[outside] != original[outside]).any()
     np.testing.assert_array_equal(image[outside], original[outside])
     np.testing.assert_array_equal(image[~outside], plain[~outside])
-
-
-def test_feathered_composite_blends_the_edge(client: httpx.Client) -> None:
-    original = photo()
-    masks = [{"image": file_of(square(16, 48)), "feather": 2}]
-    request = EDIT | {"image": file_of(original), "masks": masks}
-    plain = pixels(predict(client, **request)["data"])
-    image = pixels(predict(client, **request, composite=True)["data"])
-    np.testing.assert_array_equal(image[:8], original[:8])
-    np.testing.assert_array_equal(image[24:40, 24:40], plain[24:40, 24:40])
-    assert (image[32, 15] != original[32, 15]).any() and (image[32, 15] != plain[32, 15]).any()
-
-
-def test_color_match_changes_the_colours(client: httpx.Client) -> None:
-    original, mask = photo(), square(16, 48)
-    request = EDIT | {"image": file_of(original), "masks": [{"image": file_of(mask)}]}
-    plain, matched = (pixels(predict(client, **request, color_match=match)["data"]) for match in (False, True))
-    ring = mask == 0
-    errors = [np.abs(image[ring].mean(axis=0) - original[ring].mean(axis=0)).max() for image in (plain, matched)]
-    assert errors[1] < 2 < errors[0]
 
 
 def test_enlarges_images_of_every_kind(client: httpx.Client) -> None:

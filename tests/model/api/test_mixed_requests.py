@@ -1,26 +1,17 @@
 """Requests with prompts of other lengths and other conditioning share a batch over HTTP."""
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import numpy as np
-import pytest
 
-from engine_builder.local_server.server import Server
 from tests.support.images import Pixels, file_of, largest_difference, pixels
-from tests.support.predictions import PROMPT, SMALL, http_client, post, predict
+from tests.support.predictions import SMALL, predict
 
 TOLERANCE = 1  # of 255
 REQUEST = SMALL | {"num_inference_steps": 12, "seed": 5, "guidance_scale": 15.0}
 LONG = ("a large red circle, " * 20) + "(a green square:1.3)"
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[httpx.Client]:
-    with http_client(server) as client:
-        yield client
 
 
 def photo() -> Pixels:
@@ -63,17 +54,3 @@ def test_images_are_the_same_alone_and_together(client: httpx.Client) -> None:
         assert largest_difference(pixels(body["data"]), expected) <= TOLERANCE, name
     for name, image in zip(REQUESTS, alone, strict=True):
         assert name == "plain" or largest_difference(image, alone[0]) > TOLERANCE, name
-
-
-def test_refuses_by_field(client: httpx.Client) -> None:
-    edited = {"image": file_of(photo()), "masks": [mask() | {"prompt": "(a:99)"}]}
-    for fields, message in (
-        (WEIGHTED | {"prompt": "(a:99)"}, 'prompt: "a" has the weight 99. Weights are -10 to 10'),
-        (WEIGHTED | {"negative_prompt": "(a:1.2.3)"}, 'negative_prompt: the weight "1.2.3" is not a number'),
-        (WEIGHTED | {"prompt": "(" * 1000 + "a"}, "prompt: more than 50 ( are open at once"),
-        ({"timesteps": [1000, 3], "num_inference_steps": None}, "timesteps: 1000 is not 0 to 999"),
-        ({"clip_skip": 31}, "clip_skip: 31 is more than the layers of this release's text encoders"),
-        (WEIGHTED | {"prompt": PROMPT} | edited, 'masks.0.prompt: "a" has the weight 99'),
-    ):
-        response = post(client, **REQUEST | fields)
-        assert response.status_code == 400 and message in response.json()["error"], response.text

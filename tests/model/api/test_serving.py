@@ -2,14 +2,12 @@
 
 import json
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import numpy as np
 import pytest
 
-from engine_builder.local_server.server import Server
 from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.errors import ConfigError, PreheatError, ReleaseNotFound
@@ -18,14 +16,7 @@ from model.model import Model
 from model.pipeline.text_to_image import generate
 from model.store.store import Store
 from tests.support.images import Pixels, largest_difference, open_image, pixels
-from tests.support.predictions import PREDICT_PATH, PROMPT, SMALL, http_client, post, predict
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[httpx.Client]:
-    with http_client(server) as client:
-        yield client
-
+from tests.support.predictions import PREDICT_PATH, PROMPT, SMALL, post, predict
 
 REFINED = {
     "prompt": PROMPT, "negative_prompt": "a line", "width": 192, "height": 128, "seed": 5, "num_inference_steps": 6,
