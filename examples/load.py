@@ -11,11 +11,9 @@ MODEL_URL or --url is the address of the model; the default is a local server. T
 over https. Requests to a deployed model cost money.
 """
 
-import argparse
 import asyncio
 import json
 import math
-import os
 import random
 import sys
 import time
@@ -23,12 +21,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-
-LOCAL_URL = "http://127.0.0.1:8080/v1/models/model:predict"
-
-
-class Failed(Exception):
-    """The model could not be measured."""
+from client import (  # type: ignore[import-not-found]  # of this folder
+    ANSWER_SECONDS,
+    Failed,
+    connection,
+    exit_status,
+    failures_of,
+    make_parser,
+    positive,
+    read_reason,
+)
 
 
 @dataclass
@@ -41,25 +43,12 @@ class Results:
     first_failure: str = ""
 
 
-def explain(answer: httpx.Response) -> str:
-    """Return the status and the message of an answer without images."""
-    try:
-        reason = " ".join(str(answer.json()["error"]).split())
-    except (ValueError, KeyError, TypeError):
-        reason = answer.text.strip()[:300] or "no reason given"
-    return f"{answer.status_code}: {reason}"
-
-
 async def send_first_request(client: httpx.AsyncClient, url: str, body: str) -> tuple[int, dict[str, str]]:
     """Send one request that is not measured. Return the number of its images, and its engine. Raises Failed."""
-    try:
+    with failures_of(url):
         answer = await client.post(url, content=body)
-    except httpx.TimeoutException as error:
-        raise Failed(f"{url} gave no answer in time. Request less, or give a longer --timeout.") from error
-    except (httpx.RequestError, httpx.InvalidURL, UnicodeError) as error:
-        raise Failed(f"{url} cannot be reached: {error}. Check MODEL_URL, and that the server runs.") from error
     if not answer.is_success:
-        raise Failed(f"The first request returned no image. {explain(answer)}")
+        raise Failed(f"The first request returned no image. {answer.status_code}: {read_reason(answer)}")
     try:
         response = answer.json()
         return len(response["images"]), response["engine"]
@@ -80,22 +69,17 @@ async def request_once(client: httpx.AsyncClient, url: str, body: str, due: floa
         if answer.status_code == 429:
             results.refused += 1
             return
-        failure = explain(answer)
+        failure = f"{answer.status_code}: {read_reason(answer)}"
     results.failed += 1
     results.first_failure = results.first_failure or failure
 
 
 async def run(url: str, body: str, rate: float, seconds: float, timeout: float, seed: int) -> dict[str, Any]:
     """Send the requests and return the report. `seed` selects the arrivals. Raises Failed."""
-    secure = url.startswith("https://")
-    headers = {"Content-Type": "application/json"}
-    if secure and (key := os.environ.get("BASETEN_API_KEY", "").strip()):
-        headers["Authorization"] = f"Api-Key {key}"
     results, arrivals, generator = Results(), 0, random.Random(seed)
     # Without a limit of connections, no request waits for the end of another. So arrivals keep the given rate.
-    # A proxy from the environment cannot reach a local server.
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits, trust_env=secure) as client:
+    async with httpx.AsyncClient(timeout=timeout, limits=limits, **connection(url)) as client:
         images, engine = await send_first_request(client, url, body)
         began = due = time.perf_counter()
         async with asyncio.TaskGroup() as group:
@@ -135,53 +119,21 @@ def show(report: dict[str, Any]) -> None:
     print(json.dumps(report))
 
 
-def json_object(text: str) -> dict[str, Any]:
-    """Parse --fields."""
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
-    return value
-
-
-def positive(text: str) -> float:
-    """Parse --rate, --seconds and --timeout."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Send requests at a rate for a time, and report the latency.")
+    parser = make_parser("Send requests at a rate for a time, and report the latency.", "every request")
     parser.add_argument("--prompt", default="a red circle on a white background")
     parser.add_argument("--rate", type=positive, default=1.0, help="requests per second on average")
     parser.add_argument("--seconds", type=positive, default=10.0, help="seconds in which requests arrive")
-    parser.add_argument("--fields", type=json_object, default={}, help="other fields of every request, as JSON")
     parser.add_argument(
         "--arrivals-seed", dest="seed", type=int, default=0, help="the same seed gives the same arrivals"
     )
-    parser.add_argument("--url", default=os.environ.get("MODEL_URL") or LOCAL_URL)
-    # Longer than a server's deadline (300 s by default), so that the server can report its deadline.
-    parser.add_argument("--timeout", type=positive, default=330.0, help="seconds to wait for one answer")
+    parser.add_argument("--timeout", type=positive, default=ANSWER_SECONDS, help="seconds to wait for one answer")
     options = parser.parse_args()
     body = json.dumps(options.fields | {"prompt": options.prompt, "stream": False})
-    try:
-        report = asyncio.run(run(options.url, body, options.rate, options.seconds, options.timeout, options.seed))
-    except Failed as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("Interrupted. The requests in flight are cancelled.", file=sys.stderr)
-        return 130
+    report = asyncio.run(run(options.url, body, options.rate, options.seconds, options.timeout, options.seed))
     show(report)
     return 1 if report["failed"] or not report["finished"] else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main, "Interrupted. The requests in flight are cancelled."))

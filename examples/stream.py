@@ -11,36 +11,34 @@ MODEL_URL or --url is the address of the model; the default is a local server. T
 over https.
 """
 
-import argparse
 import base64
 import json
-import math
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-
-LOCAL_URL = "http://127.0.0.1:8080/v1/models/model:predict"
-FORMATS = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
-
-
-class Failed(Exception):
-    """The stream ended without all images, or a file could not be written."""
+from client import (  # type: ignore[import-not-found]  # of this folder
+    FORMATS,
+    Failed,
+    add_image_options,
+    connection,
+    exit_status,
+    failures_of,
+    make_parser,
+    positive,
+    read_reason,
+    write_atomically,
+)
 
 
 def read_events(url: str, request: dict[str, Any], timeout: float) -> Iterator[dict[str, Any]]:
     """Yield each event of a streamed answer. Raises Failed."""
-    secure = url.startswith("https://")
-    headers = {"Content-Type": "application/json"}
-    if secure and (key := os.environ.get("BASETEN_API_KEY", "").strip()):
-        headers["Authorization"] = f"Api-Key {key}"
     try:
-        # A proxy from the environment cannot reach a local server.
         with (
-            httpx.Client(headers=headers, timeout=timeout, trust_env=secure) as client,
+            failures_of(url, f"sent nothing for {timeout:g} s. Try again"),
+            httpx.Client(timeout=timeout, **connection(url)) as client,
             client.stream("POST", url, content=json.dumps(request)) as answer,
         ):
             if not answer.is_success:
@@ -48,22 +46,16 @@ def read_events(url: str, request: dict[str, Any], timeout: float) -> Iterator[d
                 raise Failed(describe_refusal(answer))
             for line in answer.iter_lines():
                 yield json.loads(line)
-    except httpx.TimeoutException as error:
-        raise Failed(f"{url} sent nothing for {timeout:g} s. Try again, or give a longer --timeout.") from error
-    except (httpx.RequestError, httpx.InvalidURL, UnicodeError) as error:
-        raise Failed(f"{url} cannot be reached: {error}. Check MODEL_URL, and that the server runs.") from error
     except ValueError as error:
         raise Failed(f"{url} did not answer with lines of JSON. Check MODEL_URL.") from error
 
 
 def describe_refusal(answer: httpx.Response) -> str:
     """Return the status, the server's message as a sentence, and the seconds to wait before another attempt."""
-    try:
-        reason = " ".join(str(answer.json()["error"]).split())
-    except (ValueError, KeyError, TypeError):
-        reason = answer.text.strip()[:300] or "no reason given"
     seconds = answer.headers.get("Retry-After")
-    return f"{answer.status_code}: {reason.rstrip('.')}." + (f" Try again after {seconds} s." if seconds else "")
+    return f"{answer.status_code}: {read_reason(answer).rstrip('.')}." + (
+        f" Try again after {seconds} s." if seconds else ""
+    )
 
 
 def generate(request: dict[str, Any], out: Path, url: str, timeout: float, show: bool) -> list[Path]:
@@ -107,71 +99,18 @@ def report(text: str, last: bool = False) -> None:
     print(f"{start}{text}", end=end, file=sys.stderr, flush=True)
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file so that other programs never see a part of it."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_bytes(data)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def image_path(text: str) -> Path:
-    """Parse --out. Its suffix selects the format."""
-    path = Path(text)
-    if path.suffix.lower() not in FORMATS:
-        raise argparse.ArgumentTypeError(f"{text!r} must end in {', '.join(FORMATS)}")
-    return path
-
-
-def json_object(text: str) -> dict[str, Any]:
-    """Parse --fields."""
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
-    return value
-
-
-def positive(text: str) -> float:
-    """Parse --timeout."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Generate images with a streamed request.")
-    parser.add_argument("prompt")
-    parser.add_argument(
-        "--out", type=image_path, default=Path("image.png"), help="the file; its suffix selects the format"
-    )
-    parser.add_argument("--fields", type=json_object, default={}, help="other fields of the request, as JSON")
+    parser = make_parser("Generate images with a streamed request.")
+    add_image_options(parser)
     parser.add_argument("--show", action="store_true", help="print previews in the terminal (iTerm2's inline images)")
-    parser.add_argument("--url", default=os.environ.get("MODEL_URL") or LOCAL_URL)
     parser.add_argument("--timeout", type=positive, default=30.0, help="seconds to wait for the next line")
     options = parser.parse_args()
     format = FORMATS[options.out.suffix.lower()]
     request = options.fields | {"prompt": options.prompt, "output_format": format, "stream": True}
-    try:
-        paths = generate(request, options.out, options.url, options.timeout, options.show)
-    except Failed as error:
-        report(f"error: {error}", last=True)
-        return 1
-    except KeyboardInterrupt:
-        report("Interrupted.", last=True)
-        return 130
-    for path in paths:
+    for path in generate(request, options.out, options.url, options.timeout, options.show):
         print(path)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main, show=lambda text: report(text, last=True)))
