@@ -23,8 +23,8 @@ Command = tuple[str, ...]
 
 _LAST_LINES = 15  # of a failed command
 _CLI = "engine_builder.commands.main"
-_CHECKPOINTS = "engine_builder.checkpoints"
 _BENCHMARKS = "engine_builder.benchmarks"
+_RANDOM = "engine_builder.checkpoints.random_models"
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ def plan(options: argparse.Namespace) -> tuple[list[Work], list[Work]]:
     nets = {kind: str(folder / f"controlnet-{kind}") for kind in ("full", "small")}
     controlnets = [part for kind, path in nets.items() for part in ("--controlnet", f"{kind}={path}")]
 
-    def make(module: str, path: str, *arguments: str) -> Command:
-        return (f"{_CHECKPOINTS}.{module}", path, *arguments)
+    def make(model: str, path: str, *arguments: str) -> Command:
+        return (_RANDOM, model, path, *arguments)
 
     def release(model: str, name: str, sizes: Sequence[str], *arguments: str) -> tuple[Command, ...]:
         sized = [part for each in sizes for part in ("--size", each)]
@@ -57,14 +57,14 @@ def plan(options: argparse.Namespace) -> tuple[list[Work], list[Work]]:
         return Work(name, (command,), (needs,))
 
     base, sizes, sd_size = ("sdxl-model",), [f"{size}@1", f"{size}@2"], options.sd_size
-    make_nets = [make("random_controlnet", path, "--kind", kind) for kind, path in nets.items()]
+    make_nets = [make("controlnet", path, "--kind", kind) for kind, path in nets.items()]
     ip_release = release(sdxl, "sdxl-ip", [f"{size}@2"], "--ip-adapter", f"plain={adapter}/plain.safetensors")
     prepared = [
-        Work("sdxl-model", (make("random_sdxl", sdxl),)),
+        Work("sdxl-model", (make("sdxl", sdxl),)),
         Work("sdxl", (*make_nets, *release(sdxl, "sdxl", sizes, *controlnets)), base),
         Work("sdxl-lora", release(sdxl, "sdxl-lora", [f"{size}@16"], "--lora-rank", "32"), base),
-        Work("sdxl-ip", (make("random_ip_adapter", adapter), *ip_release), base),
-        Work("sd", (make("random_sd", sd), *release(sd, "sd", [f"{sd_size}@1", f"{sd_size}@2"]))),
+        Work("sdxl-ip", (make("ip-adapter", adapter), *ip_release), base),
+        Work("sd", (make("sd", sd), *release(sd, "sd", [f"{sd_size}@1", f"{sd_size}@2"]))),
     ]
     counts = ("--steps", str(options.steps), "--runs", str(options.runs))
     measured = [

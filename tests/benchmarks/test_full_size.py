@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from engine_builder.benchmarks.full_size import Work, make_parser, plan, run_all
-from engine_builder.checkpoints import random_sd, random_sdxl
+from engine_builder.checkpoints import random_models
 from engine_builder.checkpoints.folder import Checkpoint
-from engine_builder.checkpoints.random_controlnet import config
 from engine_builder.checkpoints.release_settings import read_model_facts
 from engine_builder.networks.check import check_model
 from engine_builder.networks.network import load_network
@@ -85,17 +84,17 @@ def test_random_sdxl_writes_the_same_loadable_folder_twice(tmp_path: Path) -> No
     """Narrow networks stand for SDXL's. Every component of base and refiner is loaded."""
     narrow = {"block_out_channels": (32, 64, 64), "attention_head_dim": (1, 2, 2), "cross_attention_dim": 64}
     narrow |= {"transformer_layers_per_block": 1, "addition_time_embed_dim": 8}
-    unet = random_sdxl.UNET | narrow | {"projection_class_embeddings_input_dim": 32 + 6 * 8}
+    unet = random_models.UNET | narrow | {"projection_class_embeddings_input_dim": 32 + 6 * 8}
     text = NARROW_TEXT | {"projection_dim": 32}
     configs = {
         "unet": unet,
         "refiner_unet": unet | {"cross_attention_dim": 32, "projection_class_embeddings_input_dim": 32 + 5 * 8},
-        "vae": random_sdxl.VAE | {"block_out_channels": (32, 32, 32, 32)},
-        "text_encoder": random_sdxl.TEXT_ENCODER | text,
-        "text_encoder_2": random_sdxl.TEXT_ENCODER_2 | text,
+        "vae": random_models.VAE | {"block_out_channels": (32, 32, 32, 32)},
+        "text_encoder": random_models.TEXT_ENCODER | text,
+        "text_encoder_2": random_models.TEXT_ENCODER_2 | text,
     }
     for folder in ("one", "two"):
-        random_sdxl.write(tmp_path / folder, MODEL_FOLDER, refiner=True, configs=configs)
+        random_models.write_sdxl(tmp_path / folder, MODEL_FOLDER, refiner=True, configs=configs)
     for name in BASE_COMPONENTS + REFINER_COMPONENTS:
         subfolder = "refiner" if name in REFINER_COMPONENTS else "."
         first, second = (load_network(Checkpoint(tmp_path / one / subfolder), name, FP16) for one in ("one", "two"))
@@ -107,11 +106,11 @@ def test_random_sdxl_writes_the_same_loadable_folder_twice(tmp_path: Path) -> No
 def test_random_sd_writes_a_folder_that_passes_the_check(tmp_path: Path) -> None:
     """Narrow networks stand for those of Stable Diffusion 1.5."""
     configs = {
-        "unet": random_sd.UNET | {"block_out_channels": (32, 64, 64, 64), "cross_attention_dim": 32},
-        "vae": random_sd.CONFIGS["vae"] | {"block_out_channels": (32, 32, 32, 32)},
-        "text_encoder": random_sd.CONFIGS["text_encoder"] | NARROW_TEXT,
+        "unet": random_models.SD_CONFIGS["unet"] | {"block_out_channels": (32, 64, 64, 64), "cross_attention_dim": 32},
+        "vae": random_models.SD_CONFIGS["vae"] | {"block_out_channels": (32, 32, 32, 32)},
+        "text_encoder": random_models.SD_CONFIGS["text_encoder"] | NARROW_TEXT,
     }
-    random_sd.write(tmp_path / "sd", MODEL_FOLDER / "tokenizer", configs=configs)
+    random_models.write_sd(tmp_path / "sd", MODEL_FOLDER / "tokenizer", configs=configs)
     folder = Checkpoint(tmp_path / "sd")
     check_model(folder, None)
     assert (folder.family, read_model_facts(folder, None).native_width) == ("sd", 512)
@@ -119,7 +118,7 @@ def test_random_sd_writes_a_folder_that_passes_the_check(tmp_path: Path) -> None
 
 def test_random_controlnets_have_sdxls_levels() -> None:
     for kind in ("full", "mid", "small"):
-        entries = config(kind)
-        assert entries["block_out_channels"] == random_sdxl.UNET["block_out_channels"]
-        assert len(entries["down_block_types"]) == len(random_sdxl.UNET["down_block_types"])
-    assert not any("CrossAttn" in name for name in config("small")["down_block_types"])
+        entries = random_models.controlnet_config(kind)
+        assert entries["block_out_channels"] == random_models.UNET["block_out_channels"]
+        assert len(entries["down_block_types"]) == len(random_models.UNET["down_block_types"])
+    assert not any("CrossAttn" in name for name in random_models.controlnet_config("small")["down_block_types"])

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from engine_builder.checkpoints import random_ip_adapter
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError, IpAdapterFiles
 from engine_builder.checkpoints.ip_adapter import parse_ip_adapters
+from engine_builder.checkpoints.random_models import IP_ADAPTER_KINDS, ip_adapter_shapes
 from engine_builder.commands.main import app
 from engine_builder.networks.check import check_model
 from engine_builder.networks.network import Network, load_network
@@ -217,7 +217,7 @@ def test_the_command_refuses_before_it_builds(root: Path, tmp_path: Path) -> Non
 
 
 def test_random_adapters_have_the_shapes_of_public_ones() -> None:
-    plain, plus = (random_ip_adapter.shapes(kind) for kind in random_ip_adapter.KINDS)
+    plain, plus = (ip_adapter_shapes(kind) for kind in IP_ADAPTER_KINDS)
     assert plain["image_proj.proj.weight"] == (8192, 1024)
     assert plus["image_proj.latents"] == (1, 16, 1280)
     for shapes in (plain, plus):

@@ -18,7 +18,7 @@ import torch
 from engine_builder.backends.onnx.export import export_graph, read_literals
 from engine_builder.backends.onnx.inspect_graphs import inspect_graph
 from engine_builder.backends.onnx.opsets import OLD_OPSET, OPSET
-from engine_builder.checkpoints import random_sdxl
+from engine_builder.checkpoints import random_models
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.networks.network import load_network
 from model.engines.tensorrt.libraries import TENSORRT_RTX, installed_version
@@ -55,7 +55,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Checkpoint]:
     """Folders with configs only: the base's (False) and the refiner's (True)."""
     root = tmp_path_factory.mktemp("sdxl")
     with torch.device("meta"):
-        all_networks = {name: random_sdxl.make_network(name) for name in random_sdxl.CONFIGS}
+        all_networks = {name: random_models.make_network(name) for name in random_models.CONFIGS}
     for name, network in all_networks.items():
         counted = PARAMETERS.get(name)
         assert counted is None or sum(parameter.numel() for parameter in network.parameters()) == counted
