@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from engine_builder.commands.console import activity, console, plain, print_warning
+from engine_builder.commands.console import activity, plain, print_warning, say
 
 
 def check_config(
@@ -18,10 +18,10 @@ def check_config(
 
         check = check_deployment(config, store)
     for error in check.refusals:
-        console.print(f"[red]refused[/] {plain(error)}", soft_wrap=True)
+        say(f"[red]refused[/] {plain(error)}")
     for warning in check.warnings:
         print_warning(warning)
     for line in check.served:
-        console.print(plain(line), soft_wrap=True)
+        say(plain(line))
     if check.refusals:
         raise typer.Exit(1)

@@ -46,6 +46,7 @@ CacheOption = Annotated[
     Path | None, typer.Option(envvar="PREHEAT_CACHE_DIR", help="Cache folder of blobs fetched from s3://.")
 ]
 ConfigOption = Annotated[Path, typer.Option(exists=True, dir_okay=False, help="The deployment's config.yaml.")]
+SignOption = Annotated[Path | None, typer.Option(help="Private key file from `preheat keygen`.")]
 ReleaseArgument = Annotated[str, typer.Argument(help="MODEL/VERSION.")]
 SizeOption = Annotated[str | None, typer.Option(help="WIDTHxHEIGHT; default: the release's native size.")]
 StepsOption = Annotated[int, typer.Option(help="Denoising steps.")]
@@ -197,6 +198,11 @@ def is_number(text: str) -> bool:
     return re.fullmatch("[0-9]{1,9}", text) is not None
 
 
+def say(markup: str) -> None:
+    """Print lines that the terminal wraps, so that nothing of them is cut off: people copy names and paths."""
+    console.print(markup, soft_wrap=True)
+
+
 def plain(text: object) -> str:
     """Escape text so that rich does not parse it as markup."""
     return escape(str(text))
@@ -204,4 +210,4 @@ def plain(text: object) -> str:
 
 def print_warning(sentence: str) -> None:
     """Print a sentence that does not end the command."""
-    console.print(f"[yellow]warning[/] {plain(sentence)}", soft_wrap=True)
+    say(f"[yellow]warning[/] {plain(sentence)}")

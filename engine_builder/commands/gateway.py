@@ -22,6 +22,7 @@ from engine_builder.commands.console import (
     open_cli_store,
     plain,
     print_warning,
+    say,
 )
 from engine_builder.commands.store import run_publish
 from engine_builder.error_text import cause_of
@@ -79,7 +80,7 @@ def _run(backends: list[str], key_file: Path | None, host: str, port: int, histo
     with activity("Asking the backends whether they are ready"):
         states = asyncio.run(_describe_states(prepared.backends.all))
     for problem, sentence in states:
-        print_warning(sentence) if problem else console.print(plain(sentence), soft_wrap=True)
+        print_warning(sentence) if problem else say(plain(sentence))
     console.print(f"Playground at http://{plain(host)}:{port}/, OpenAI's API at http://{plain(host)}:{port}/v1")
     try:
         serve.run(prepared)

@@ -20,6 +20,7 @@ from engine_builder.commands.console import (
     plain,
     print_warning,
     progress_console,
+    say,
     steps_bar,
 )
 from engine_builder.commands.request_options import parse_fields, with_field_options
@@ -103,21 +104,12 @@ def generate(
         "masks": masks_of(
             mask or [],
             feather,
-            {
-                "prompt": mask_prompt or [],
-                "negative_prompt": mask_negative_prompt or [],
-                "strength": mask_strength or [],
-            },
+            {"prompt": mask_prompt, "negative_prompt": mask_negative_prompt, "strength": mask_strength},
         ),
         "controls": controls_of(
             control or [],
             canny,
-            {
-                "scale": control_scale or [],
-                "start": control_start or [],
-                "end": control_end or [],
-                "mode": control_mode or [],
-            },
+            {"scale": control_scale, "start": control_start, "end": control_end, "mode": control_mode},
         ),
         "ip_adapters": ip_adapters_of(ip_adapter or []),
         "loras": [parse_lora(text) for text in lora or []],
@@ -146,7 +138,7 @@ def save(out: Annotated[Path, typer.Option(help="Output file.")] = Path("image.p
     if sys.stdin is None:
         raise CallFailed("Standard input is closed.", remedy="Pipe the output of `truss predict` into this command.")
     for path in save_predicted(sys.stdin.buffer, out):
-        console.print(plain(path), soft_wrap=True)
+        say(plain(path))
 
 
 def _check_previews(path: Path, stream: bool) -> None:
@@ -175,7 +167,7 @@ def print_response(response: dict[str, Any], paths: list[Path]) -> None:
     for warning in warnings:
         print_warning(warning)
     for path, note in zip(paths, notes, strict=True):
-        console.print(f"[bold]{plain(path.resolve())}[/]  {plain(note)}", soft_wrap=True)
+        say(f"[bold]{plain(path.resolve())}[/]  {plain(note)}")
 
 
 @contextmanager

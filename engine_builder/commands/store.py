@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from engine_builder.commands.console import (
     DEFAULT_STORE,
     CacheOption,
+    SignOption,
     StoreOption,
     activity,
     console,
@@ -18,6 +20,7 @@ from engine_builder.commands.console import (
     open_cli_store,
     plain,
     print_warning,
+    say,
     tracked,
 )
 from engine_builder.stores.store import WritableStore
@@ -37,16 +40,16 @@ def keygen(file: Annotated[Path, typer.Argument(help="New file for the private k
     from engine_builder.releases.signing import write_key
 
     key = write_key(file)
-    console.print(f"Wrote the private key {key.key_id} to {plain(file)}.", soft_wrap=True)
-    console.print("Keep it secret, and keep a copy.", soft_wrap=True)
-    console.print("For model_metadata.preheat in the config, or PREHEAT_PUBLIC_KEY:", soft_wrap=True)
-    console.print(f"public_key: {key}", soft_wrap=True)
+    say(
+        f"Wrote the private key {key.key_id} to {plain(file)}.\nKeep it secret, and keep a copy.\n"
+        f"For model_metadata.preheat in the config, or PREHEAT_PUBLIC_KEY:\npublic_key: {key}"
+    )
 
 
 def publish(
     name: Annotated[str, typer.Argument(help="MODEL/VERSION, or MODEL for the next number.")],
     store: StoreOption = DEFAULT_STORE,
-    sign: Annotated[Path | None, typer.Option(help="Private key file from `preheat keygen`.")] = None,
+    sign: SignOption = None,
     thresholds: Annotated[
         Path | None, typer.Option(help="TOML file: limits that the validation of FP8 engines must keep.")
     ] = None,
@@ -77,22 +80,31 @@ def run_publish(
     """Publish, and print the result."""
     from engine_builder.quantization.validation.thresholds import Thresholds
     from engine_builder.releases.publish import publish as publish_drafts
-    from engine_builder.releases.signing import read_key
 
     thresholds = Thresholds.read(threshold_file) if threshold_file else None
-    private_key = read_key(key_file) if key_file else None
+    private_key = _read_key(key_file)
     with activity(f"Publishing {name}"):
         manifest, is_new = publish_drafts(store, name, private_key, thresholds, accept, without_fp8)
     _print_accepted(manifest)
-    size = total_bytes(manifest)
-    result = "Published" if is_new else "Unchanged since"
-    console.print(
-        f"{result} [bold]{plain(manifest.name)}[/]: {len(manifest.engines)} engines for "
-        f"{plain(', '.join(manifest.targets))}, "
-        f"{size / 2**20:.0f} MiB in {len(manifest.blobs())} blobs, {_signer(manifest)}",
-        soft_wrap=True,
+    say(
+        f"{_published(manifest, is_new)}: {len(manifest.engines)} engines for {plain(', '.join(manifest.targets))}, "
+        f"{_size(manifest)} in {len(manifest.blobs())} blobs, {_signer(manifest)}"
     )
     return manifest
+
+
+def _read_key(file: Path | None) -> Ed25519PrivateKey | None:
+    from engine_builder.releases.signing import read_key
+
+    return read_key(file) if file else None
+
+
+def _published(manifest: Manifest, is_new: bool) -> str:
+    return f"{'Published' if is_new else 'Unchanged since'} [bold]{plain(manifest.name)}[/]"
+
+
+def _size(manifest: Manifest) -> str:
+    return f"{total_bytes(manifest) / 2**20:.0f} MiB"
 
 
 def _signer(entry: Manifest | AdapterRecord) -> str:
@@ -101,7 +113,7 @@ def _signer(entry: Manifest | AdapterRecord) -> str:
 
 def _print_accepted(manifest: Manifest) -> None:
     for violation in manifest.validation.violations if manifest.validation else ():
-        console.print(f"[yellow]accepted[/] {plain(violation)}", soft_wrap=True)
+        say(f"[yellow]accepted[/] {plain(violation)}")
 
 
 def add_lora(
@@ -111,21 +123,19 @@ def add_lora(
     release: Annotated[
         str | None, typer.Option(help="MODEL/VERSION that it must fit; default: any release of the store.")
     ] = None,
-    sign: Annotated[Path | None, typer.Option(help="Private key file from `preheat keygen`.")] = None,
+    sign: SignOption = None,
     cache_dir: CacheOption = None,
 ) -> None:
     """Add a LoRA adapter to a store, for all releases of its architecture. It is written once."""
     from engine_builder.adapters.add import add_adapter
-    from engine_builder.releases.signing import read_key
 
-    private_key = read_key(sign) if sign else None
+    private_key = _read_key(sign)
     opened_store = open_cli_store(store, cache_dir)
     with activity(f"Adding {path}"):
         record, fitting, is_new = add_adapter(opened_store, name, path, release, private_key, print_warning)
-    console.print(
+    say(
         f"{'Added' if is_new else 'Unchanged:'} [bold]{plain(name)}[/], {plain(_describe_adapter(record))}. "
-        f"It fits {plain(fitting)}.",
-        soft_wrap=True,
+        f"It fits {plain(fitting)}."
     )
 
 
@@ -133,19 +143,17 @@ def add_embedding(
     release: Annotated[str, typer.Argument(help="MODEL/VERSION, built with --embedding-rows.")],
     embeddings: Annotated[list[str], typer.Argument(help="TOKEN=FILE or TOKEN=FILE,FILE of each embedding.")],
     store: StoreOption = DEFAULT_STORE,
-    sign: Annotated[Path | None, typer.Option(help="Private key file from `preheat keygen`.")] = None,
+    sign: SignOption = None,
     cache_dir: CacheOption = None,
 ) -> None:
     """Publish the next version of a release with embeddings, whose tokens prompts may use."""
     from engine_builder.embeddings.add import add_embeddings, parse_embeddings
-    from engine_builder.releases.signing import read_key
 
-    private_key = read_key(sign) if sign else None
+    private_key = _read_key(sign)
     files = parse_embeddings(embeddings)
     with activity(f"Adding {', '.join(files)}"):
         manifest, is_new = add_embeddings(open_cli_store(store, cache_dir), release, files, private_key)
-    result = "Published" if is_new else "Unchanged since"
-    console.print(f"{result} [bold]{plain(manifest.name)}[/] with {plain(', '.join(files))}.", soft_wrap=True)
+    say(f"{_published(manifest, is_new)} with {plain(', '.join(files))}.")
 
 
 def releases(
@@ -167,23 +175,16 @@ def releases(
         manifests = _read_each(opened_store.read_release, names)
         adapters = _read_each(opened_store.read_adapter, adapter_names)
     for manifest in manifests:
-        # soft_wrap: the terminal wraps the lines. Names must not be cut off, because people copy them.
-        size = f"{len(manifest.components)} components, {total_bytes(manifest) / 2**20:.0f} MiB"
-        lines = [
-            f"{printable(manifest.created[:10])}, {_precisions(manifest)}, {size}, {_signer(manifest)}",
-            *manifest.targets,
-        ]
+        size = f"{len(manifest.components)} components, {_size(manifest)}"
+        facts = f"{printable(manifest.created[:10])}, {_precisions(manifest)}, {size}, {_signer(manifest)}"
+        lines = [facts, *manifest.targets]
         if manifest.validation is not None:
             lines.append("validated" if not manifest.validation.accepted else "published with violated limits")
-        console.print(f"[bold]{plain(manifest.name)}[/]", soft_wrap=True)
-        console.print("\n".join(f"    {line}" for line in lines), soft_wrap=True, markup=False)
+        say("\n    ".join([f"[bold]{plain(manifest.name)}[/]", *map(plain, lines)]))
     if not names:
-        console.print(
-            f"{plain(opened_store.url)} has no release. Run preheat build and preheat publish.", soft_wrap=True
-        )
+        say(f"{plain(opened_store.url)} has no release. Run preheat build and preheat publish.")
     for record in adapters:
-        console.print(f"[bold]{plain(record.name)}[/]", soft_wrap=True)
-        console.print(f"    adapter, {_describe_adapter(record)}", soft_wrap=True, markup=False)
+        say(f"[bold]{plain(record.name)}[/]\n    adapter, {plain(_describe_adapter(record))}")
     if len(manifests) + len(adapters) < len(names) + len(adapter_names):
         raise typer.Exit(1)
 
@@ -196,7 +197,7 @@ def _show_validation(store: Store, name: str, out: Path | None) -> None:
 
     manifest = store.read_release(name)
     if manifest.validation is None:
-        console.print(f"{plain(name)} has no validation: only FP8 engines need one.", soft_wrap=True)
+        say(f"{plain(name)} has no validation: only FP8 engines need one.")
         return
     files = {"report.json": manifest.validation.report, "pairs.png": manifest.validation.pictures}
     if out is not None:
@@ -208,7 +209,7 @@ def _show_validation(store: Store, name: str, out: Path | None) -> None:
         make_folder(out)
         for file, blob in files.items():
             write_file(out / file, store.get(blob.sha256, blob.bytes).read_bytes())
-        console.print(f"[bold]{plain(out.resolve())}[/]  {', '.join(files)}", soft_wrap=True)
+        say(f"[bold]{plain(out.resolve())}[/]  {', '.join(files)}")
 
 
 def _read_each(read: Callable[[str], Entry], names: list[str], is_requested: bool = False) -> list[Entry]:
@@ -223,7 +224,7 @@ def _read_each(read: Callable[[str], Entry], names: list[str], is_requested: boo
         except (ManifestError, AdapterError, StoreError) as error:
             if is_requested and isinstance(error, StoreError):
                 raise
-            console.print(f"[red]unreadable[/] {plain(error)}", soft_wrap=True)
+            say(f"[red]unreadable[/] {plain(error)}")
     return entries
 
 
@@ -276,10 +277,10 @@ def verify(
         try:
             check_signature(entry, keys)
             unchecked = " (not checked: give --public-key)" if entry.signature and not keys else ""
-            console.print(f"{plain(entry.name)} is {_signer(entry)}{unchecked}", soft_wrap=True)
+            say(f"{plain(entry.name)} is {_signer(entry)}{unchecked}")
         except UntrustedRelease as error:
             untrusted += 1
-            console.print(f"[red]untrusted[/] {plain(error)}", soft_wrap=True)
+            say(f"[red]untrusted[/] {plain(error)}")
 
     def check(blob: Blob) -> str | None:
         try:
@@ -325,12 +326,9 @@ def copy(
             size = record.total_bytes
     if is_new:
         seconds = time.perf_counter() - began
-        console.print(
-            f"Copied [bold]{plain(name)}[/] to {plain(stores[1].url)}: {size / 2**20:.0f} MiB in {seconds:.1f} s",
-            soft_wrap=True,
-        )
+        say(f"Copied [bold]{plain(name)}[/] to {plain(stores[1].url)}: {size / 2**20:.0f} MiB in {seconds:.1f} s")
     else:
-        console.print(f"[bold]{plain(name)}[/] already exists in {plain(stores[1].url)}.", soft_wrap=True)
+        say(f"[bold]{plain(name)}[/] already exists in {plain(stores[1].url)}.")
 
 
 def _is_release(name: str) -> bool:

@@ -27,7 +27,7 @@ def read_image_file(path: Path) -> str:
     return base64.b64encode(data).decode()
 
 
-def masks_of(paths: list[Path], feather: float, given: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+def masks_of(paths: list[Path], feather: float, given: Mapping[str, Sequence[Any] | None]) -> list[dict[str, Any]]:
     """Return the field `masks` of a request. `given`: values of each further field, see `_spread`.
 
     Raises CallFailed for a blur without masks, another number of values, and for files that cannot be read.
@@ -39,7 +39,7 @@ def masks_of(paths: list[Path], feather: float, given: Mapping[str, Sequence[Any
     return masks
 
 
-def controls_of(texts: list[str], canny: bool, given: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+def controls_of(texts: list[str], canny: bool, given: Mapping[str, Sequence[Any] | None]) -> list[dict[str, Any]]:
     """Return the field `controls` of a request, from "NAME=FILE". `given`: as for `masks_of`.
 
     `canny`: the files are pictures whose edges are used. Raises CallFailed for a text without a name or file, another
@@ -59,7 +59,7 @@ def controls_of(texts: list[str], canny: bool, given: Mapping[str, Sequence[Any]
     return controls
 
 
-def _spread(entries: list[dict[str, Any]], option: str, given: Mapping[str, Sequence[Any]]) -> None:
+def _spread(entries: list[dict[str, Any]], option: str, given: Mapping[str, Sequence[Any] | None]) -> None:
     """Set fields of the entries of --`option`. `given`: field -> a value for each entry in order, or no values."""
     for field, values in given.items():
         if values and len(values) != len(entries):
@@ -68,7 +68,7 @@ def _spread(entries: list[dict[str, Any]], option: str, given: Mapping[str, Sequ
                 f"{own} was given {len(values)} times for {len(entries)} of --{option}.",
                 remedy=f"Give one {own} for each --{option}, in the same order, or none.",
             )
-        for entry, value in zip(entries, values, strict=False):
+        for entry, value in zip(entries, values or (), strict=False):
             entry[field] = value
 
 
@@ -82,14 +82,12 @@ def ip_adapters_of(texts: list[str]) -> list[dict[str, Any]]:
     for text in texts:
         name, _, path = text.partition("=")
         file, at, scale_text = path.rpartition("@")
-        scale = None
-        if at:
-            try:
-                scale = float(scale_text)
-            except ValueError:
-                file = path  # the file's name has an @
-        else:
-            file = path
+        try:
+            scale = float(scale_text) if at else None
+        except ValueError:
+            at = ""  # of the file's name
+        if not at:
+            file, scale = path, None
         if not name or not file:
             raise CallFailed(
                 f"{text!r} is not NAME=FILE or NAME=FILE@SCALE.",
