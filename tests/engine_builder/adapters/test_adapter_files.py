@@ -26,7 +26,6 @@ from tests.support.repository import MODEL_FOLDER
 
 CASES = Path(__file__).parent / "cases"
 ATTENTION = "unet.down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"
-TEXT = "text_encoder.text_model.encoder.layers.0.self_attn.q_proj"
 Rename = Callable[[str], str]
 
 
@@ -110,13 +109,13 @@ def assert_equal(factors: dict[str, Factors], deltas: dict[str, Delta]) -> None:
 
 
 @pytest.mark.parametrize("ends", [(".lora_down.weight", ".lora_up.weight"), (".lora_A.weight", ".lora_B.weight")])
-@pytest.mark.parametrize("rename", FORMS.values(), ids=FORMS)
-def test_reads_keys_of(
-    rename: Rename, ends: tuple[str, str], deltas: dict[str, Delta], layers: dict[str, Layer], tmp_path: Path
+def test_reads_keys_of_each_program(
+    ends: tuple[str, str], deltas: dict[str, Delta], layers: dict[str, Layer], tmp_path: Path
 ) -> None:
-    file = open_adapter(write(tmp_path / "a.safetensors", deltas, rename, ends))
-    assert_equal(read_factors(file, layers), deltas)
-    assert file.warnings == ()
+    for program, rename in FORMS.items():
+        file = open_adapter(write(tmp_path / f"{program}.safetensors", deltas, rename, ends))
+        assert_equal(read_factors(file, layers), deltas)
+        assert file.warnings == (), program
 
 
 def test_reads_lycoris_keys_of_a_unet(deltas: dict[str, Delta], layers: dict[str, Layer], tmp_path: Path) -> None:
@@ -136,56 +135,47 @@ def test_reads_old_attention_processors(deltas: dict[str, Delta], layers: dict[s
     assert_equal(read_factors(open_adapter(path), layers), chosen)
 
 
-@pytest.mark.parametrize(
-    "key",
-    ["output_blocks.2.1.conv", "output_blocks.2.2.conv", "output_blocks_2_1_conv", "up_blocks.0.upsamplers.0.conv"],
-)
-def test_upsampler_of_a_block_without_attention(key: str) -> None:
+def test_upsampler_of_a_block_without_attention() -> None:
     """Stable Diffusion 1 has one. OneTrainer numbers it like those of blocks with attention."""
     modules = [f"down_blocks.0.resnets.{index}.conv1" for index in range(2)] + ["up_blocks.0.upsamplers.0.conv"]
     names = LayerNames(Layer(f"unet.{module}", (8, 8, 3, 3), "unet", module) for module in modules)
-    found = names.find(f"lora_unet_{key}")
-    assert found is not None and found.layer == "unet.up_blocks.0.upsamplers.0.conv"
+    for key in ("output_blocks.2.1.conv", "output_blocks.2.2.conv", "output_blocks_2_1_conv"):
+        found = names.find(f"lora_unet_{key}")
+        assert found is not None and found.layer == "unet.up_blocks.0.upsamplers.0.conv", key
 
 
-@pytest.mark.parametrize(
-    "case, count, scale",
-    [("comfy", 6, 0.5), ("integer-alpha", 4, 0.5), ("lycoris", 4, 0.5), ("onetrainer", 6, 0.5), ("diffusers", 4, 1)],
-)
-def test_reads_files_of_reports(case: str, count: int, scale: float, layers: dict[str, Layer]) -> None:
-    factors = read_factors(open_adapter(CASES / f"lora-{case}.safetensors"), layers)
-    assert len(factors) == count and {entry.scale for entry in factors.values()} == {scale}
+def test_reads_files_of_reports(layers: dict[str, Layer]) -> None:
+    for case, count, scale in (
+        *(("comfy", 6, 0.5), ("integer-alpha", 4, 0.5), ("lycoris", 4, 0.5)),
+        *(("onetrainer", 6, 0.5), ("diffusers", 4, 1)),
+    ):
+        factors = read_factors(open_adapter(CASES / f"lora-{case}.safetensors"), layers)
+        assert len(factors) == count and {entry.scale for entry in factors.values()} == {scale}, case
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64]
-    + [torch.float16, torch.bfloat16, torch.float64],
-)
-@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
-def test_reads_alpha_of_type(
-    dtype: torch.dtype, shape: tuple[int, ...], written: Path, deltas: dict[str, Delta], layers: dict[str, Layer]
-) -> None:
+def test_reads_alpha_of_every_type(written: Path, layers: dict[str, Layer]) -> None:
     tensors = load_file(written)
-    alphas = {key: torch.full(shape, 2).to(dtype) for key in tensors if key.endswith(".alpha")}
-    save_file(tensors | alphas, written)
-    assert {entry.scale for entry in read_factors(open_adapter(written), layers).values()} == {0.5}
+    names = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "bfloat16", "float64")
+    for index, name in enumerate(names):
+        alpha = torch.full(((), (1,), (1, 1))[index % 3], 2).to(getattr(torch, name))
+        save_file(
+            {key: alpha.clone() if key.endswith(".alpha") else tensor for key, tensor in tensors.items()}, written
+        )
+        assert {entry.scale for entry in read_factors(open_adapter(written), layers).values()} == {0.5}, name
 
 
-@pytest.mark.parametrize(
-    "alpha, message",
-    [
+def test_refuses_alpha(written: Path, layers: dict[str, Layer]) -> None:
+    tensors = load_file(written)
+    for alpha, message in (
         (torch.tensor(True), "alpha' is BOOL, expected F16, BF16, F32, F64, I8, .* U32 or U64"),
         (torch.tensor([2, 2]), "invalid alpha"),
         (torch.tensor(2**62), "invalid alpha"),
         (torch.tensor(-(2**62)), "invalid alpha"),
         (torch.tensor([], dtype=torch.int32), "invalid alpha"),
-    ],
-)
-def test_refuses_alpha(alpha: torch.Tensor, message: str, written: Path, layers: dict[str, Layer]) -> None:
-    save_file(load_file(written) | {f"{ATTENTION}.alpha": alpha}, written)
-    with pytest.raises(BadAdapter, match=message):
-        read_factors(open_adapter(written), layers)
+    ):
+        save_file(tensors | {f"{ATTENTION}.alpha": alpha}, written)
+        with pytest.raises(BadAdapter, match=message):
+            read_factors(open_adapter(written), layers)
 
 
 @pytest.mark.parametrize("names", [["pytorch_lora_weights", "b"], ["adapter_model", "b"], ["any"], ["any", ".hidden"]])
@@ -216,39 +206,36 @@ def test_refuses_folder(names: list[str], message: str, tmp_path: Path) -> None:
         open_adapter(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "key, message",
-    [
-        (
-            "foo.bar.lora_A.weight",
-            f"the key format of 'foo.bar.lora_A.weight' is unknown. These formats are read: {FORMATS}",
-        ),
-        ("model.layers.0.self_attn.q_proj.lora_A.weight", "key format of 'model.layers.0.* is unknown"),
-        ("text_model.encoder.layers.0.mlp.fc1.lora_A.weight", "key format of 'text_model.* is unknown"),
-        ("lycoris_text_model_encoder_layers_0_mlp_fc1.lora_down.weight", "key format of 'lycoris_text.* is unknown"),
-        ("diffusion_model.double_blocks.0.img_attn.qkv.lora_A.weight", "no layer for .* is for another model"),
-        ("transformer.transformer_blocks.0.attn.to_q.lora_A.weight", "no layer for .* is for another model"),
-        ("lora_transformer_transformer_blocks_0_attn_to_q.lora_down.weight", "no layer for .* is for another model"),
-        ("lora_te3_encoder_block_0_layer_0_SelfAttention_k.lora_down.weight", "no layer for .* is for another model"),
-        ("input_blocks.99.1.proj_in.lora_down.weight", "no layer for .* is for another model"),
-        ("diffusion_model.input_blocks.3.1.proj_in.diff", "shows full weight differences"),
-        ("diffusion_model.input_blocks.3.1.proj_in.diff_b", "shows full weight differences"),
-        ("unet.conv_in.lora_B.bias", "shows a LoRA with biases"),
-        ("conditioner.embedders.0.weight", "is not the name of a LoRA's tensor"),
-        ("bundle_embeddings", "is not the name of a LoRA's tensor"),
-    ],
-)
-def test_names_what_is_wrong_with_a_key(key: str, message: str, layers: dict[str, Layer], tmp_path: Path) -> None:
-    save_file({key: torch.zeros(4, 4)}, tmp_path / "a.safetensors")
-    with pytest.raises(BadAdapter, match=message):
-        read_factors(open_adapter(tmp_path / "a.safetensors"), layers)
+WRONG_KEYS = {
+    "foo.bar.lora_A.weight": f"key format of 'foo.bar.lora_A.weight' is unknown. These formats are read: {FORMATS}",
+    "model.layers.0.self_attn.q_proj.lora_A.weight": "key format of 'model.layers.0.* is unknown",
+    "text_model.encoder.layers.0.mlp.fc1.lora_A.weight": "key format of 'text_model.* is unknown",
+    "lycoris_text_model_encoder_layers_0_mlp_fc1.lora_down.weight": "key format of 'lycoris_text.* is unknown",
+    "diffusion_model.double_blocks.0.img_attn.qkv.lora_A.weight": "no layer for .* is for another model",
+    "transformer.transformer_blocks.0.attn.to_q.lora_A.weight": "no layer for .* is for another model",
+    "lora_transformer_transformer_blocks_0_attn_to_q.lora_down.weight": "no layer for .* is for another model",
+    "lora_te3_encoder_block_0_layer_0_SelfAttention_k.lora_down.weight": "no layer for .* is for another model",
+    "input_blocks.99.1.proj_in.lora_down.weight": "no layer for .* is for another model",
+    "diffusion_model.input_blocks.3.1.proj_in.diff_b": "shows full weight differences",
+    "unet.conv_in.lora_B.bias": "shows a LoRA with biases",
+    "conditioner.embedders.0.weight": "is not the name of a LoRA's tensor",
+    "bundle_embeddings": "is not the name of a LoRA's tensor",
+}
 
 
-@pytest.mark.parametrize("stem", [ATTENTION.replace(".", "_"), f"lora_{ATTENTION}", ATTENTION.removeprefix("unet.")])
-def test_refuses_two_spellings_of_a_layer(stem: str, written: Path, layers: dict[str, Layer]) -> None:
-    save_file(load_file(written) | {f"{stem}.lora_A.weight": torch.zeros(4, 96)}, written)
-    with pytest.raises(BadAdapter, match=f"{ATTENTION} has two tensors 'down'"):
-        read_factors(open_adapter(written), layers)
+def test_names_what_is_wrong_with_a_key(layers: dict[str, Layer], tmp_path: Path) -> None:
+    for key, message in WRONG_KEYS.items():
+        save_file({key: torch.zeros(4, 4)}, tmp_path / "a.safetensors")
+        with pytest.raises(BadAdapter, match=message):
+            read_factors(open_adapter(tmp_path / "a.safetensors"), layers)
+
+
+def test_refuses_two_spellings_of_a_layer(written: Path, layers: dict[str, Layer]) -> None:
+    tensors = load_file(written)
+    for stem in (ATTENTION.replace(".", "_"), f"lora_{ATTENTION}", ATTENTION.removeprefix("unet.")):
+        save_file(tensors | {f"{stem}.lora_A.weight": torch.zeros(4, 96)}, written)
+        with pytest.raises(BadAdapter, match=f"{ATTENTION} has two tensors 'down'"):
+            read_factors(open_adapter(written), layers)
 
 
 def test_leaves_out_bundled_embeddings(layers: dict[str, Layer], tmp_path: Path) -> None:

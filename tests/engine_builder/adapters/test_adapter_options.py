@@ -194,53 +194,52 @@ def test_every_option_of_peft_is_known() -> None:
 CHANGED = {"bias": "all", "layer_replication": [[0, 1]], "modules_to_save": ["conv_in"], "kasa_config": {}}
 
 
-@pytest.mark.parametrize("option", [name for name, use in PEFT_OPTIONS.items() if use not in (READ, NO_EFFECT)])
 @pytest.mark.parametrize("place", ["header", "folder"])
-def test_refuses_option(place: str, option: str, deltas: dict[str, Delta], tmp_path: Path) -> None:
-    value = CHANGED.get(option, True)
-    if place == "header":
-        path = write(tmp_path / "a.safetensors", deltas, options_of(text_encoder={option: value}))
-    else:
-        path = tmp_path
-        write(tmp_path / "adapter_model.safetensors", deltas, {})
-        tensors = load_file(tmp_path / "adapter_model.safetensors")
-        save_file(tensors, tmp_path / "adapter_model.safetensors")
-        (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 4, option: value}))
-    with pytest.raises(BadAdapter, match=f"is not a plain LoRA: PEFT's option {option} states"):
-        open_adapter(path)
+def test_refuses_option(place: str, deltas: dict[str, Delta], tmp_path: Path) -> None:
+    deltas = {TO_Q: deltas[TO_Q]}
+    for option in [name for name, use in PEFT_OPTIONS.items() if use not in (READ, NO_EFFECT)]:
+        value = CHANGED.get(option, True)
+        if place == "header":
+            path = write(tmp_path / "a.safetensors", deltas, options_of(text_encoder={option: value}))
+        else:
+            path = tmp_path
+            save_file(
+                load_file(write(path / "adapter_model.safetensors", deltas, {})), path / "adapter_model.safetensors"
+            )
+            (path / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 4, option: value}))
+        with pytest.raises(BadAdapter, match=f"is not a plain LoRA: PEFT's option {option} states"):
+            open_adapter(path)
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"init_lora_weights": "pissa"}, "option init_lora_weights states a change of the model's own weights .pissa."),
-        ({"init_lora_weights": "olora"}, "option init_lora_weights states a change of the model's own weights"),
-        ({"peft_type": "LOKR"}, "option peft_type states LOKR"),
-        ({"use_future": True}, "option use_future states something unknown"),
-        ({"future_config": {"x": 1}}, "option future_config states something unknown"),
-        ({"r": 8}, "has rank 4, and PEFT's options state 8"),
-        ({"rank_pattern": {"to_q": 3}}, "to_q has rank 4, and PEFT's options state 3"),
-        ({"rank_pattern": {"to_q": True}}, "to_q has an invalid rank in PEFT's options"),
-        ({"lora_alpha": "8"}, "has an invalid alpha .8."),
-        ({"lora_alpha": None}, "has an invalid alpha .None."),
-        ({"lora_alpha": True}, "has an invalid alpha .True."),
-        ({"lora_alpha": 1e9}, "has an invalid alpha"),
-        ({"lora_alpha": float("nan")}, "has an invalid alpha .nan."),
-        ({"alpha_pattern": {"to_q": [1]}}, "to_q has an invalid alpha"),
-        ({"alpha_pattern": ["to_q"]}, "option alpha_pattern is .*, expected an object"),
-        ({"alpha_pattern": {"(": 1}}, "patterns cannot be evaluated: '.' is not a regular expression"),
-        ({"alpha_pattern": {"(?i)TO_Q": 1}}, "patterns cannot be evaluated: .* is not a regular expression"),
-        ({"alpha_pattern": {"a" * 2000: 1}}, "patterns cannot be evaluated: .* has 2000 characters"),
-        ({"alpha_pattern": {r"(\w+\.?)+!": 1}}, "patterns cannot be evaluated: they take more than 5 s"),
-        ({"rank_pattern": {"(" * 900: 1}}, "patterns cannot be evaluated"),
-    ],
-)
-def test_refuses_options(
-    options: Options, message: str, deltas: dict[str, Delta], layers: dict[str, Layer], tmp_path: Path
-) -> None:
-    path = write(tmp_path / "a.safetensors", {TO_Q: deltas[TO_Q]}, options_of(unet=options))
-    with pytest.raises(BadAdapter, match=message):
-        read(path, layers)
+REFUSED: list[tuple[Options, str]] = [
+    ({"init_lora_weights": "pissa"}, "option init_lora_weights states a change of the model's own weights .pissa."),
+    ({"init_lora_weights": "olora"}, "option init_lora_weights states a change of the model's own weights"),
+    ({"peft_type": "LOKR"}, "option peft_type states LOKR"),
+    ({"use_future": True}, "option use_future states something unknown"),
+    ({"future_config": {"x": 1}}, "option future_config states something unknown"),
+    ({"r": 8}, "has rank 4, and PEFT's options state 8"),
+    ({"rank_pattern": {"to_q": 3}}, "to_q has rank 4, and PEFT's options state 3"),
+    ({"rank_pattern": {"to_q": True}}, "to_q has an invalid rank in PEFT's options"),
+    ({"lora_alpha": "8"}, "has an invalid alpha .8."),
+    ({"lora_alpha": None}, "has an invalid alpha .None."),
+    ({"lora_alpha": True}, "has an invalid alpha .True."),
+    ({"lora_alpha": 1e9}, "has an invalid alpha"),
+    ({"lora_alpha": float("nan")}, "has an invalid alpha .nan."),
+    ({"alpha_pattern": {"to_q": [1]}}, "to_q has an invalid alpha"),
+    ({"alpha_pattern": ["to_q"]}, "option alpha_pattern is .*, expected an object"),
+    ({"alpha_pattern": {"(": 1}}, "patterns cannot be evaluated: '.' is not a regular expression"),
+    ({"alpha_pattern": {"(?i)TO_Q": 1}}, "patterns cannot be evaluated: .* is not a regular expression"),
+    ({"alpha_pattern": {"a" * 2000: 1}}, "patterns cannot be evaluated: .* has 2000 characters"),
+    ({"alpha_pattern": {r"(\w+\.?)+!": 1}}, "patterns cannot be evaluated: they take more than 5 s"),
+    ({"rank_pattern": {"(" * 900: 1}}, "patterns cannot be evaluated"),
+]
+
+
+def test_refuses_options(deltas: dict[str, Delta], layers: dict[str, Layer], tmp_path: Path) -> None:
+    for options, message in REFUSED:
+        path = write(tmp_path / "a.safetensors", {TO_Q: deltas[TO_Q]}, options_of(unet=options))
+        with pytest.raises(BadAdapter, match=message):
+            read(path, layers)
 
 
 @pytest.mark.parametrize(
@@ -275,25 +274,24 @@ def test_unknown_number_is_warned_about(deltas: dict[str, Delta], layers: dict[s
     assert "PEFT's option future_size (16) is unknown and was not read" in warning
 
 
-@pytest.mark.parametrize(
-    "alpha, stated, message",
-    [
-        (4, 4, None),
-        (0.1, 0.1, None),  # rounded to float16 in the file
-        (16, 4, "has alpha 16, and PEFT's options state 4"),
-        (4, 10**400, "has an invalid alpha"),
-    ],
-)
 def test_alpha_of_file_and_options_must_agree(
-    alpha: float, stated: float, message: str | None, deltas: dict[str, Delta], layers: dict[str, Layer], tmp_path: Path
+    deltas: dict[str, Delta], layers: dict[str, Layer], tmp_path: Path
 ) -> None:
     path = write(tmp_path / "a.safetensors", {TO_Q: deltas[TO_Q]}, {})
-    tensors = load_file(path) | {f"{TO_Q}.alpha": torch.tensor(alpha, dtype=torch.float16)}
-    metadata = {"lora_adapter_metadata": json.dumps(options_of(unet={"lora_alpha": stated}))}
-    save_file(tensors, path, metadata)
-    if message is None:
+    tensors = load_file(path)
+
+    def set_alpha(alpha: float, stated: float) -> None:
+        metadata = {"lora_adapter_metadata": json.dumps(options_of(unet={"lora_alpha": stated}))}
+        save_file(tensors | {f"{TO_Q}.alpha": torch.tensor(alpha, dtype=torch.float16)}, path, metadata)
+
+    for alpha in (4, 0.1):  # the second one is rounded to float16 in the file
+        set_alpha(alpha, alpha)
         assert read(path, layers)[0][TO_Q].scale == pytest.approx(alpha / 4, rel=1e-3)
-    else:
+    for alpha, stated, message in (
+        (16, 4, "has alpha 16, and PEFT's options state 4"),
+        (4, 10**400, "has an invalid alpha"),
+    ):
+        set_alpha(alpha, stated)
         with pytest.raises(BadAdapter, match=message):
             read(path, layers)
 

@@ -13,10 +13,8 @@ from typer.testing import CliRunner
 from engine_builder.adapters.add import add_adapter
 from engine_builder.commands.main import app
 from engine_builder.releases.mirror import copy_release
-from engine_builder.releases.runnable_targets import parse_target
 from engine_builder.releases.signing import public_key, sign
 from engine_builder.stores.store import WritableStore, open_writable_store
-from model.loading.target import Target
 from model.store.manifest import EngineRecord, Manifest, Span, TensorRTPlan
 from tests.conftest import Opener
 from tests.support import object_store as ceph
@@ -26,9 +24,10 @@ from tests.support.http_server import HttpServer, QuietHandler
 from tests.support.object_store import ObjectStore
 from tests.support.repository import REPOSITORY
 
+PRODUCTION = REPOSITORY / "config.yaml"
 CPU_DEMO = REPOSITORY / "truss" / "configs" / "cpu-demo.yaml"
 KEY = Ed25519PrivateKey.generate()
-GPU_CONFIGS = [REPOSITORY / "config.yaml", *sorted((REPOSITORY / "truss" / "configs").glob("[!c]*.yaml"))]
+GPU_CONFIGS = [PRODUCTION, *sorted((REPOSITORY / "truss" / "configs").glob("[!c]*.yaml"))]
 
 
 def check(config: Path, *options: str) -> tuple[int, str]:
@@ -91,104 +90,79 @@ def rtx_plans(manifest: Manifest) -> tuple[EngineRecord, ...]:
     return tuple(plans)
 
 
-def edited(source: Path, folder: Path, **changes: object) -> Path:
+def edited(folder: Path, source: Path = PRODUCTION, **changes: object) -> Path:
     """Copy a config with changed entries of model_metadata.preheat, or of the config itself (those named below)."""
     config = yaml.safe_load(source.read_text())
     for name in ("requirements", "secrets", "resources", "environment_variables"):
         if name in changes:
             config[name] = changes.pop(name)
     config["model_metadata"]["preheat"] |= changes
-    path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return path
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return folder / "config.yaml"
 
 
 def test_accepts_the_demo_and_lists_what_it_serves(store: WritableStore, release: str, tmp_path: Path) -> None:
-    code, output = check(edited(CPU_DEMO, tmp_path, store=store.url, release=release))
+    code, output = check(edited(tmp_path, CPU_DEMO, store=store.url, release=release))
     assert code == 0 and "refused" not in output
     assert f"release {release}, not signed" in output and "target cpu-x86_64" in output
     assert "sides from 64 to 1024 pixels in steps of 32" in output and "MiB at a cold start" in output
     assert "warning The config has no public_key" in output
 
 
+Changes = dict[str, object]
 H100 = ["torch==2.11.0+cu130"]
-RTX = [*H100, "tensorrt-rtx-cu13-libs==1.7.1.116", "tensorrt-rtx-cu13-bindings==1.7.1.116"]
+TRT = "tensorrt-cu13==11.4.0.106"
+RTX = "tensorrt-rtx-cu13-bindings==1.7.1.116"
+AOT_TARGET = "target cuda-h100-sm90-torch2.11-cu130"
 
 
-def rtx_config(accelerator: str, **changes: object) -> dict[str, object]:
+def on(accelerator: str) -> Changes:
+    return {"resources": {"accelerator": accelerator, "use_gpu": True}}
+
+
+def plans(runtime: str = "tensorrt", pin: str | None = TRT, **changes: object) -> Changes:
+    """Return the changes of a config for TensorRT, whose plans tiny-sdxl/plans has."""
+    pins = [*H100, pin] if pin else H100
+    return {"release": "tiny-sdxl/plans", "runtime": runtime, "requirements": pins} | changes
+
+
+def rtx(accelerator: str, pin: str | None = RTX, **changes: object) -> Changes:
     """Return the changes of a config that serves tiny-sdxl/rtx on a GPU."""
-    resources = {"accelerator": accelerator, "use_gpu": True}
-    entries = {"release": "tiny-sdxl/rtx", "runtime": "tensorrt-rtx", "requirements": RTX, "resources": resources}
-    return entries | changes
+    return plans("tensorrt-rtx", pin, release="tiny-sdxl/rtx") | on(accelerator) | changes
 
 
-ACCEPTED: dict[str, tuple[dict[str, object], list[str]]] = {
-    "as shipped": (
-        {},
-        ["target cuda-h100-sm90-torch2.11-cu130", "sizes 1024x1024@16 ", "warning The config has no public_key"],
-    ),
-    "smaller batch": ({"buckets": [{"height": 1024, "width": 1024, "rows": 4}]}, ["sizes 1024x1024@4 "]),
+ACCEPTED: dict[str, tuple[Changes, str]] = {
+    "as shipped": ({}, f"{AOT_TARGET} sizes 1024x1024@16 "),
+    "smaller batch": ({"buckets": [{"height": 1024, "width": 1024, "rows": 4}]}, "sizes 1024x1024@4 "),
     "signed": (
         {"release": "tiny-sdxl/signed", "public_key": str(public_key(KEY))},
-        [f"release tiny-sdxl/signed, signed by {public_key(KEY).key_id}"],
+        f"release tiny-sdxl/signed, signed by {public_key(KEY).key_id}",
     ),
     "torch without its build": (
-        {"requirements": ["torch==2.11.0"]},
-        ["warning The pin torch==2.11.0 does not name a CUDA build"],
+        {"requirements": ["torch==2.11.0"]}, "warning The pin torch==2.11.0 does not name a CUDA build"
     ),
-    "TensorRT": (
-        {"release": "tiny-sdxl/plans", "runtime": "tensorrt", "requirements": [*H100, "tensorrt-cu13==11.4.0.106"]},
-        ["target cuda-sm90-trt11.4"],
-    ),
-    "fastest runtime": ({"runtime": "fastest"}, ["target cuda-h100-sm90-torch2.11-cu130"]),
+    "TensorRT": (plans(), "target cuda-sm90-trt11.4"),
+    "fastest runtime": ({"runtime": "fastest"}, AOT_TARGET),
     "fastest runtime, TensorRT not supported": (
-        {"runtime": "fastest", "requirements": [*H100, "tensorrt-cu13==10.3.0"]},
-        ["target cuda-h100-sm90-torch2.11-cu130"],
+        {"runtime": "fastest", "requirements": [*H100, "tensorrt-cu13==10.3.0"]}, AOT_TARGET
     ),
-    "fastest runtime, only plans": (
-        {"release": "tiny-sdxl/plans", "runtime": "fastest", "requirements": [*H100, "tensorrt-cu13==11.4.0.106"]},
-        ["target cuda-sm90-trt11.4"],
-    ),
-    "TensorRT-RTX for an A10G": (rtx_config("A10G"), ["target cuda-sm86-rtx1.7", "sizes 1024x1024@16 "]),
-    "TensorRT-RTX for an A100": (rtx_config("A100"), ["target cuda-sm80-rtx1.7"]),
-    "TensorRT-RTX for an A100 of 40 GB": (rtx_config("A100_40GB"), ["target cuda-sm80-rtx1.7"]),
-    "TensorRT-RTX for an L40S": (rtx_config("L40S"), ["target cuda-sm89-rtx1.7"]),
-    "fastest runtime, only plans of TensorRT-RTX": (rtx_config("L4", runtime="fastest"), ["target cuda-sm89-rtx1.7"]),
-    "two GPUs for each image": (
-        {"gpus_per_image": 2, "resources": {"accelerator": "H100:2", "use_gpu": True}},
-        ["target cuda-h100-sm90-torch2.11-cu130"],
-    ),
+    "fastest runtime, only plans": (plans("fastest"), "target cuda-sm90-trt11.4"),
+    "TensorRT-RTX for an A10G": (rtx("A10G"), "target cuda-sm86-rtx1.7 sizes 1024x1024@16 "),
+    "TensorRT-RTX for an A100 of 40 GB": (rtx("A100_40GB"), "target cuda-sm80-rtx1.7"),
+    "fastest runtime, only plans of TensorRT-RTX": (rtx("L4", runtime="fastest"), "target cuda-sm89-rtx1.7"),
+    "two GPUs for each image": ({"gpus_per_image": 2, **on("H100:2")}, AOT_TARGET),
     "environment variable": (
         {"release": "tiny-sdxl/never", "environment_variables": {"PREHEAT_RELEASE": "tiny-sdxl/signed"}},
-        ["release tiny-sdxl/signed"],
+        "release tiny-sdxl/signed",
     ),
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("changes, lines", ACCEPTED.values(), ids=ACCEPTED)
-def test_accepts_a_gpu_release(
-    changes: dict[str, object], lines: list[str], gpu_store: WritableStore, release: str, tmp_path: Path
-) -> None:
-    base: dict[str, object] = {"store": gpu_store.url, "release": release}
-    code, output = check(edited(REPOSITORY / "config.yaml", tmp_path, **(base | changes)))
-    assert code == 0 and "refused" not in output, output
-    assert all(line in output for line in lines), output
-    assert ("no public_key" in output) == ("public_key" not in changes)
-
-
-@pytest.mark.parametrize(
-    "target",
-    [
-        Target("cuda", "h100", "sm90", "torch2.11-cu130"),
-        Target("cuda", "", "sm90", "trt11.4"),
-        Target("cuda", "ampere_plus", "", "trt11.4"),
-        Target("cuda", "", "sm86", "rtx1.7"),
-        Target("cpu", "x86_64_v3", "", "torch2.13"),
-    ],
-    ids=lambda target: target.key,
-)
-def test_parses_the_key_of_every_kind_of_target(target: Target) -> None:
-    assert parse_target(target.key) == target
+def test_accepts_gpu_releases(gpu_store: WritableStore, release: str, tmp_path: Path) -> None:
+    for name, (changes, line) in ACCEPTED.items():
+        code, output = check(edited(tmp_path, **{"store": gpu_store.url, "release": release, **changes}))
+        assert code == 0 and "refused" not in output and line in output, (name, output)
+        assert ("warning The config has no public_key" in output) == ("public_key" not in changes), name
 
 
 def test_reads_a_release_from_a_bucket(
@@ -200,14 +174,8 @@ def test_reads_a_release_from_a_bucket(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bucket = open_bucket()
-    config = edited(
-        REPOSITORY / "config.yaml",
-        tmp_path,
-        store=bucket.url,
-        release=release,
-        endpoint=object_store.url,
-        region="us-east-1",
-    )
+    settings = {"store": bucket.url, "release": release, "endpoint": object_store.url, "region": "us-east-1"}
+    config = edited(tmp_path, **settings)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", ceph.ACCESS_KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", ceph.SECRET_KEY)
     code, output = check(config)
@@ -225,56 +193,22 @@ def test_ignores_settings_of_this_machine(
 ) -> None:
     monkeypatch.setenv("PREHEAT_STORE", gpu_store.url)
     monkeypatch.setenv("PREHEAT_RELEASE", release)
-    code, output = check(edited(REPOSITORY / "config.yaml", tmp_path, store="", release=""))
+    code, output = check(edited(tmp_path, store="", release=""))
     assert code == 1 and "No store is configured. Set model_metadata.preheat.store in the config, or check" in output
     assert "with --store. A replica does not have this machine's variables." in output
     assert "PREHEAT_STORE" not in output, "a fix that does not help"
 
 
-@pytest.mark.parametrize("scheme", ["s3", "S3"])
-def test_needs_secrets_for_every_spelling_of_s3(scheme: str, aws_machine: "AwsRecorder", tmp_path: Path) -> None:
-    changes = {"store": f"{scheme}://somewhere/models", "endpoint": aws_machine.url, "release": "a/1"}
-    _, output = check(edited(REPOSITORY / "config.yaml", tmp_path, **changes, secrets={}))
-    assert "does not declare aws_access_key_id and aws_secret_access_key under secrets" in output
-
-
-@pytest.mark.parametrize("path", ["store", "./store", "~/store"])
-@pytest.mark.parametrize("where", ["config", "variable"])
-def test_refuses_a_relative_store(path: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuses_a_relative_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    variables = {} if where == "config" else {"PREHEAT_STORE": path}
-    config = edited(
-        REPOSITORY / "config.yaml",
-        tmp_path,
-        store=path if where == "config" else "",
-        release="a/1",
-        environment_variables=variables,
-    )
-    code, output = check(config)
-    assert code == 1 and f"The store {path} is a relative path" in output and "Name s3://bucket/prefix, or" in output
-    _, output = check(config, "--store", "store")  # a store of this machine
-    assert "relative path" not in output and "Release a/1 was not found in" in output
-
-
-@pytest.mark.parametrize("where", ["config", "variable"])
-def test_makes_no_cache_folder_of_a_replica(
-    where: str, aws_machine: "AwsRecorder", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PREHEAT_CACHE_DIR", str(tmp_path / "own"))
-    replica = str(tmp_path / "replica")
-    changes: dict[str, object] = {"store": "s3://somewhere/models", "endpoint": aws_machine.url, "release": "a/1"}
-    if where == "config":
-        changes |= {"cache_dir": replica, "cache_bytes": 1}
-    else:
-        changes["environment_variables"] = {"PREHEAT_CACHE_DIR": replica, "PREHEAT_CACHE_BYTES": "1"}
-    check(edited(REPOSITORY / "config.yaml", tmp_path, **changes))
-    assert aws_machine.authorizations and (tmp_path / "own").is_dir() and not Path(replica).exists()
-
-
-def test_home_folder_of_a_replica_may_be_unknown_here(aws_machine: "AwsRecorder", tmp_path: Path) -> None:
-    store = {"store": "s3://somewhere/models", "endpoint": aws_machine.url, "release": "a/1"}
-    _, output = check(edited(REPOSITORY / "config.yaml", tmp_path, **store, cache_dir="~nobody-here/cache"))
-    assert aws_machine.authorizations and "nobody-here" not in output
+    for path, in_config in (("store", True), ("./store", False), ("~/store", True)):
+        variables = {} if in_config else {"PREHEAT_STORE": path}
+        config = edited(tmp_path, store=path if in_config else "", release="a/1", environment_variables=variables)
+        code, output = check(config)
+        assert code == 1 and f"The store {path} is a relative path" in output
+        assert "Name s3://bucket/prefix, or" in output
+        _, output = check(config, "--store", "store")  # a store of this machine
+        assert "relative path" not in output and "Release a/1 was not found in" in output
 
 
 class AwsRecorder(HttpServer):
@@ -301,12 +235,36 @@ def aws_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Aws
     with AwsRecorder() as recorder:
         for name in [name for name in os.environ if name.startswith("AWS_") or name.lower() == "no_proxy"]:
             monkeypatch.delenv(name)
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "key")
-        monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "aws"))
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-        monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+        for name, value in (
+            *(("AWS_ACCESS_KEY_ID", "id"), ("AWS_SECRET_ACCESS_KEY", "key"), ("NO_PROXY", "127.0.0.1")),
+            *(("AWS_CONFIG_FILE", str(tmp_path / "aws")), ("HTTPS_PROXY", "http://127.0.0.1:9")),
+        ):
+            monkeypatch.setenv(name, value)
         yield recorder
+
+
+BUCKET: Changes = {"store": "s3://somewhere/models", "release": "a/1"}
+
+
+def test_needs_secrets_for_every_spelling_of_s3(aws_machine: AwsRecorder, tmp_path: Path) -> None:
+    for scheme in ("s3", "S3"):
+        changes = {"store": f"{scheme}://somewhere/models", "endpoint": aws_machine.url, "release": "a/1"}
+        _, output = check(edited(tmp_path, **changes, secrets={}))
+        assert "does not declare aws_access_key_id and aws_secret_access_key under secrets" in output
+
+
+def test_makes_no_cache_folder_of_a_replica(
+    aws_machine: AwsRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its home folder may be unknown here."""
+    monkeypatch.setenv("PREHEAT_CACHE_DIR", str(tmp_path / "own"))
+    replica = str(tmp_path / "replica")
+    variables = {"PREHEAT_CACHE_DIR": replica, "PREHEAT_CACHE_BYTES": "1"}
+    in_config, in_variables = {"cache_dir": replica, "cache_bytes": 1}, {"environment_variables": variables}
+    for changes in (in_config, in_variables, {"cache_dir": "~nobody-here/cache"}):
+        _, output = check(edited(tmp_path, **BUCKET, endpoint=aws_machine.url, **changes))
+        assert aws_machine.authorizations and "nobody-here" not in output
+        assert (tmp_path / "own").is_dir() and not Path(replica).exists()
 
 
 @pytest.mark.parametrize("source", ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "file"])
@@ -317,34 +275,33 @@ def test_ignores_the_endpoint_of_this_machine(
         (tmp_path / "aws").write_text(f"[default]\nendpoint_url = {aws_machine.url}\n")
     else:
         monkeypatch.setenv(source, aws_machine.url)
-    code, output = check(
-        edited(REPOSITORY / "config.yaml", tmp_path, store="s3://somewhere/models", release="tiny-sdxl/1")
-    )
+    code, output = check(edited(tmp_path, **BUCKET))
     assert code == 1 and "s3://somewhere/models at Amazon S3 cannot be reached" in output, output
     assert aws_machine.authorizations == []
 
 
-@pytest.mark.parametrize(("configured", "used"), [(None, "us-east-1"), ("eu-west-3", "eu-west-3")])
 def test_uses_the_region_of_a_replica(
-    configured: str | None, used: str, aws_machine: AwsRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    aws_machine: AwsRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "aws").write_text("[default]\nregion = ap-south-1\n")
     monkeypatch.setenv("AWS_REGION", "ap-south-1")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "ap-south-1")
-    changes = {"endpoint": aws_machine.url, "region": configured, "release": "tiny-sdxl/1"}
-    check(edited(REPOSITORY / "config.yaml", tmp_path, store="s3://somewhere/models", **changes))
-    assert aws_machine.authorizations
-    assert all(f"/{used}/s3/" in authorization for authorization in aws_machine.authorizations)
+    for configured, used in ((None, "us-east-1"), ("eu-west-3", "eu-west-3")):
+        aws_machine.authorizations.clear()
+        check(edited(tmp_path, **BUCKET, endpoint=aws_machine.url, region=configured))
+        assert aws_machine.authorizations
+        assert all(f"/{used}/s3/" in authorization for authorization in aws_machine.authorizations)
 
 
-@pytest.mark.parametrize("config", GPU_CONFIGS, ids=lambda path: path.stem)
-def test_refuses_the_placeholder_of_a_shipped_config(config: Path) -> None:
-    code, output = check(config)
-    assert code == 1 and "The store s3://preheat-releases is a placeholder. Name your own" in output
+def test_refuses_the_placeholder_of_a_shipped_config() -> None:
+    for config in GPU_CONFIGS:
+        code, output = check(config)
+        assert code == 1 and "The store s3://preheat-releases is a placeholder. Name your own" in output, config
 
 
-TORCH_213 = ["torch==2.13.0+cu130"]
-REFUSALS: dict[str, tuple[dict[str, object], str]] = {
+CPU: Changes = {"resources": {"use_gpu": False}}
+UNREACHABLE: Changes = {"store": "s3://somewhere/models", "endpoint": "http://127.0.0.1:9"}
+REFUSALS: dict[str, tuple[Changes, str]] = {
     "no store": ({"store": ""}, r"No store is configured\. Set model_metadata\.preheat\.store"),
     "no release": ({"release": ""}, r"No release is configured"),
     "unpublished": ({"release": "tiny-sdxl/never"}, r"Release tiny-sdxl/never was not found in file://.*tiny-sdxl/"),
@@ -354,148 +311,116 @@ REFUSALS: dict[str, tuple[dict[str, object], str]] = {
     "invalid key": ({"public_key": "ed25519:x"}, r"is not a public key"),
     "untrusted": ({"public_key": str(public_key(Ed25519PrivateKey.generate()))}, r"is not signed"),
     "other torch": (
-        {"requirements": TORCH_213},
+        {"requirements": ["torch==2.13.0+cu130"]},
         r"pins torch==2\.13\.0\+cu130, which runs engines of torch2\.13-cu130\. .*-torch2\.11-cu130\. Pin the torch",
     ),
     "other CUDA": ({"requirements": ["torch==2.11.0+cu128"]}, r"engines of torch2\.11-cu128\. Release .*cu130"),
-    "torch for a CPU": ({"requirements": ["torch==2.11.0+cpu"]}, r"engines of torch2\.11-cpu\. Release .*cu130"),
     "torch not pinned": ({"requirements": ["torch>=2"]}, r"do not pin torch"),
     "size not built": (
         {"buckets": [{"height": 512, "width": 512, "rows": 2}]},
         r"has no \w+ engine for 512x512 with a batch of at most 2 on cuda-h100.*preheat build --size 512x512@2",
     ),
     "other GPU": (
-        {"resources": {"accelerator": "L4", "use_gpu": True}},
-        r"requests the GPU L4\. Release .* has engines for cuda-h100-sm90-torch2\.11-cu130\. Build on that device",
+        on("L4"), r"requests the GPU L4\. Release .* has engines for cuda-h100-sm90-torch2\.11-cu130\. Build on that"
     ),
-    "GPU slice": (
-        {"resources": {"accelerator": "H100_40GB", "use_gpu": True}},
-        r"requests the GPU H100_40GB\. Release .* has engines for cuda-h100-",
-    ),
-    "CPU": ({"resources": {"use_gpu": False}}, r"requests a CPU\. Release .* has engines for cuda-h100-"),
+    "GPU slice": (on("H100_40GB"), r"requests the GPU H100_40GB\. Release .* has engines for cuda-h100-"),
+    "CPU": (CPU, r"requests a CPU\. Release .* has engines for cuda-h100-"),
     "TensorRT not pinned": ({"runtime": "tensorrt"}, r"chooses the runtime tensorrt for H100 and pins no TensorRT\."),
     "TensorRT without plans": (
-        {"runtime": "tensorrt", "requirements": [*H100, "tensorrt-cu13==11.4.0.106"]},
+        {"runtime": "tensorrt", "requirements": [*H100, TRT]},
         r"pins tensorrt-cu13==11\.4\.0\.106\. Release .* has engines for cuda-h100-sm90-torch2\.11-cu130\. Pin the",
     ),
-    "TensorRT not supported": (
-        {"runtime": "tensorrt", "requirements": [*H100, "tensorrt-cu13==10.3.0"]},
-        r"TensorRT 10\.3\.0 is not supported\. Install 10\.16",
-    ),
+    "TensorRT not supported": (plans(pin="tensorrt-cu13==10.3.0"), r"TensorRT 10\.3\.0 is not supported\. Install 10"),
     "TensorRT for an unknown GPU": (
-        {"runtime": "tensorrt", "resources": {"accelerator": "V100", "use_gpu": True}},
+        {"runtime": "tensorrt", **on("V100")},
         r"tensorrt for V100, whose compute capability is not known\. .* Set runtime to aot_inductor, or choose another",
     ),
     "TensorRT for a CPU": (
-        {"runtime": "tensorrt", "resources": {"use_gpu": False}},
-        r"tensorrt for a CPU\. .* Set runtime to aot_inductor, or choose another",
+        {"runtime": "tensorrt", **CPU}, r"tensorrt for a CPU\. .* Set runtime to aot_inductor, or choose another"
     ),
     "another build of TensorRT": (
-        {"release": "tiny-sdxl/plans", "runtime": "tensorrt", "requirements": [*H100, "tensorrt-cu13==11.4.0.999"]},
-        r"has plans of TensorRT 11\.4\.0\.106, and",
+        plans(pin="tensorrt-cu13==11.4.0.999"), r"has plans of TensorRT 11\.4\.0\.106, and"
     ),
     "TensorRT-RTX for a GPU it does not support": (
-        rtx_config("H100"),
+        rtx("H100"),
         r"TensorRT-RTX does not support the GPU h100 \(compute capability 9\.0\); it supports 7\.5, 8\.0, 8\.6, 8\.9, "
         r"12\.0, 12\.1\. Choose a GPU with one of these, or the runtime aot_inductor or tensorrt\.",
     ),
     "TensorRT-RTX for another capability": (
-        rtx_config("T4"),
+        rtx("T4"),
         r"tensorrt-rtx for T4 and pins tensorrt-rtx-cu13-bindings==1\.7\.1\.116\. Release .* for cuda-sm80-rtx1\.7, ",
     ),
-    "TensorRT-RTX for a CPU": (
-        rtx_config("A10G", resources={"use_gpu": False}),
-        r"tensorrt-rtx for a CPU\. .* Set runtime to aot_inductor, or choose another",
-    ),
     "TensorRT-RTX not pinned": (
-        rtx_config("A10G", requirements=H100),
+        rtx("A10G", None),
         r"chooses the runtime tensorrt-rtx for A10G and pins no TensorRT-RTX\. .* Pin the TensorRT-RTX of the release",
     ),
     "another build of TensorRT-RTX": (
-        rtx_config("A10G", requirements=[*H100, "tensorrt-rtx-cu13-bindings==1.7.0.1"]),
+        rtx("A10G", "tensorrt-rtx-cu13-bindings==1.7.0.1"),
         r"has plans of TensorRT-RTX 1\.7\.1\.116, and this machine has 1\.7\.0\.1",
     ),
     "TensorRT-RTX not supported": (
-        rtx_config("A10G", requirements=[*H100, "tensorrt-rtx-cu13-bindings==1.6.0.1"]),
-        r"TensorRT-RTX 1\.6\.0\.1 is not supported\. Install 1\.7",
+        rtx("A10G", "tensorrt-rtx-cu13-bindings==1.6.0.1"), r"TensorRT-RTX 1\.6\.0\.1 is not supported\. Install 1\.7"
     ),
     "TensorRT-RTX alone": (
-        rtx_config("A10G", runtime="aot_inductor"),
+        rtx("A10G", runtime="aot_inductor"),
         r"requests the GPU A10G\. Release .* has engines for cuda-sm80-rtx1\.7, cuda-sm86-rtx1\.7, cuda-sm89-rtx1\.7\.",
     ),
-    "TensorRT alone": ({"release": "tiny-sdxl/plans"}, r"requests the GPU H100\. Release .* for cuda-sm90-trt11\.4"),
     "too few GPUs": (
         {"gpus_per_image": 2},
         r"gpus_per_image is 2, and the config requests 1 H100\. Set resources\.accelerator to H100:2",
     ),
     "too few GPUs for workers": (
-        {"gpus_per_image": 2, "workers": 2, "resources": {"accelerator": "H100:2", "use_gpu": True}},
+        {"gpus_per_image": 2, "workers": 2, **on("H100:2")},
         r"2 workers with 2 GPUs for each image need 4 GPUs, and the config requests 2 H100\. Set .* to H100:4",
     ),
     "no engines for bands": (
-        {"gpus_per_image": 2, "bands_per_image": 2, "resources": {"accelerator": "H100:2", "use_gpu": True}},
+        {"gpus_per_image": 2, "bands_per_image": 2, **on("H100:2")},
         r"has no unet engine in fp32 for 2 bands on .* --bands 2",
     ),
     "unknown runtime": ({"runtime": "onnx"}, r"model_metadata\.preheat\.runtime"),
     "unpublished, in a variable": (
-        {"environment_variables": {"PREHEAT_RELEASE": "tiny-sdxl/never"}},
-        r"Release tiny-sdxl/never was not found",
+        {"environment_variables": {"PREHEAT_RELEASE": "tiny-sdxl/never"}}, r"Release tiny-sdxl/never was not found"
     ),
     "missing folder": ({"store": "file:///nowhere/at/all"}, r"was not found in file:///nowhere/at/all"),
-    "unreachable": ({"store": "s3://somewhere/models", "endpoint": "http://127.0.0.1:9"}, r"s3://somewhere/models"),
+    "unreachable": (UNREACHABLE, r"s3://somewhere/models"),
     "missing secrets": (
-        {"store": "s3://somewhere/models", "endpoint": "http://127.0.0.1:9", "secrets": {}},
-        r"does not declare aws_access_key_id and aws_secret_access_key under secrets",
+        UNREACHABLE | {"secrets": {}}, r"does not declare aws_access_key_id and aws_secret_access_key under secrets"
     ),
     "secret in the file": ({"secrets": {"aws_access_key_id": "AKIA"}}, r"holds a value for the secret aws_access"),
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("changes, message", REFUSALS.values(), ids=REFUSALS)
-def test_refuses_a_mistake_with_its_fix(
-    changes: dict[str, object], message: str, gpu_store: WritableStore, release: str, tmp_path: Path
-) -> None:
-    base: dict[str, object] = {"store": gpu_store.url, "release": release}
-    code, output = check(edited(REPOSITORY / "config.yaml", tmp_path, **(base | changes)))
-    assert code == 1 and re.search(f"refused .*(?:{message})", output), output
+def test_refuses_mistakes_with_their_fixes(gpu_store: WritableStore, release: str, tmp_path: Path) -> None:
+    for name, (changes, message) in REFUSALS.items():
+        code, output = check(edited(tmp_path, **{"store": gpu_store.url, "release": release, **changes}))
+        assert code == 1 and re.search(f"refused .*(?:{message})", output), (name, output)
 
 
 def test_reports_every_mistake_at_once(gpu_store: WritableStore, release: str, tmp_path: Path) -> None:
-    config = edited(
-        REPOSITORY / "config.yaml", tmp_path, store="", release=release, requirements=["torch"], secrets={"token": "x"}
-    )
+    config = edited(tmp_path, store="", release=release, requirements=["torch"], secrets={"token": "x"})
     code, output = check(config)
     assert code == 1 and output.count("refused") == 3
     code, output = check(config, "--store", gpu_store.url)
     assert code == 1 and output.count("refused") == 2
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
+def test_refuses_invalid_files(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    code, output = check(path)
+    assert code == 1 and f"refused {path} does not exist." in output
+    for content in (
         *(b"", b"a: [", b"\xff\xfe", b"model_name: x\nunknown_key: 1\n", b"[" * 5000, b"requirements: 7\n"),
         b"model_name: x\nmodel_metadata: &a {b: *a}\n",
-    ],
-    ids=["empty", "half", "not text", "unknown key", "nested", "odd value", "contains itself"],
-)
-def test_refuses_an_invalid_truss_config(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_bytes(content)
-    code, output = check(tmp_path / "config.yaml")
-    assert code == 1 and re.search(
-        "refused .*config.yaml (is not a valid|has an entry that is unknown to truss)", output
-    )
-
-
-@pytest.mark.parametrize("kind", ["missing", "folder", "pipe"])
-def test_refuses_a_path_that_is_not_a_file(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    if kind == "folder":
-        path.mkdir()
-    elif kind == "pipe":
-        os.mkfifo(path)
-    code, output = check(path)
-    reason = {"missing": "does not exist.", "folder": "cannot be read: ", "pipe": "cannot be read: "}[kind]
-    assert code == 1 and f"refused {path} {reason}" in output
+    ):
+        path.write_bytes(content)
+        code, output = check(path)
+        message = "refused .*config.yaml (is not a valid|has an entry that is unknown to truss)"
+        assert code == 1 and re.search(message, output), content[:40]
+    for make in (Path.mkdir, os.mkfifo):
+        path = tmp_path / make.__name__
+        make(path)
+        code, output = check(path)
+        assert code == 1 and f"refused {path} cannot be read: " in output
 
 
 def test_checks_the_adapters(store: WritableStore, release: str, tmp_path: Path) -> None:
@@ -505,20 +430,14 @@ def test_checks_the_adapters(store: WritableStore, release: str, tmp_path: Path)
     add_adapter(own, "style", write_adapter(tmp_path / "style.safetensors", deltas, "kohya"))
     put_adapter(own, "other", 1.0)
     settings = {"store": own.url, "release": release}
-
-    def check_adapters(**changes: object) -> tuple[int, str]:
-        config = yaml.safe_load(CPU_DEMO.read_text())
-        config["model_metadata"]["preheat"] |= settings | changes
-        (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-        return check(tmp_path / "config.yaml")
-
-    code, output = check_adapters(loras=["style"])
+    code, output = check(edited(tmp_path, CPU_DEMO, **settings, loras=["style"]))
     assert code == 0 and "adapters style" in output, output
+    changes: Changes
     for changes, message in (
         ({"loras": ["missing"]}, "Adapter missing was not found in .* Available: other, style. .*add-lora"),
         ({"loras": ["other"]}, "Adapter other does not fit release .* Remove it from `loras`"),
         ({"loras": ["style"], "public_key": str(public_key(KEY))}, "Adapter style is not signed.*add-lora --sign"),
         ({"loras": ["../x"]}, "loras"),
     ):
-        code, output = check_adapters(**changes)
+        code, output = check(edited(tmp_path, CPU_DEMO, **settings, **changes))
         assert code == 1 and re.search(message, output), output

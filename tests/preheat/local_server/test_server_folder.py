@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from engine_builder.local_server.demo import serving
-from engine_builder.local_server.server import Server, ServerFailed
+from engine_builder.local_server.server import ServerFailed
 from engine_builder.local_server.server_folder import FolderFailed, server_folder
 from engine_builder.stores.store import WritableStore
 from tests.support import stub_truss
@@ -109,6 +109,7 @@ def test_reports_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.full
 def test_two_servers_keep_their_files_and_logs(tmp_path: Path) -> None:
     """Each has its files after the other one has ended. Each kept log is that of one server."""
     model = """
@@ -125,12 +126,6 @@ def test_two_servers_keep_their_files_and_logs(tmp_path: Path) -> None:
         one.wait_ready(120)
     assert not folders(work)
     assert all("Completed model.load()" in log.read_text() for log in logs)
-
-
-def test_takes_the_port_before_the_model_loads(tmp_path: Path) -> None:
-    layout = stub_truss.make_layout(tmp_path, "class Model:\n    def predict(self, request):\n        return {}\n")
-    with Server(layout) as first, pytest.raises(ServerFailed, match=f"Port {first.port} of 127.0.0.1 is taken"):
-        Server(layout, port=first.port).start()
 
 
 def test_second_serve_command_on_a_port_is_refused(store: WritableStore, release: str) -> None:

@@ -14,8 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from engine_builder.local_server.server import Layout, Server, ServerFailed, build_context
-from engine_builder.local_server.server_log import exception_sentence
+from engine_builder.local_server.server import Layout, Server, ServerFailed
 from tests.support import stub_truss
 from tests.support.waiting import eventually
 
@@ -56,28 +55,17 @@ def layout(tmp_path_factory: pytest.TempPathFactory) -> Layout:
 
 
 @pytest.fixture(scope="module")
-def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("log") / "server.log"
-
-
-@pytest.fixture(scope="module")
-def progress() -> list[str]:
-    """The messages of the server's start."""
-    return []
-
-
-@pytest.fixture(scope="module")
-def server(layout: Layout, log: Path, progress: list[str]) -> Iterator[Server]:
+def server(layout: Layout) -> Iterator[Server]:
     """Started with the repository on PYTHONPATH, and with variables for the server and for others."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(stub_truss.REPOSITORY))
         patch.syspath_prepend(stub_truss.REPOSITORY)
-        patch.setenv("PREHEAT_STORE", "host")
-        patch.setenv("PREHEAT_RELEASE", "host")
+        for name, value in (("STORE", "host"), ("RELEASE", "host")):
+            patch.setenv(f"PREHEAT_{name}", value)
         patch.setenv("TRUSS_SECRET_token", "secret")
         patch.setenv("PRIVATE", "private")
-        with Server(layout, environment={"PREHEAT_RELEASE": "argument"}, log=log) as server:
-            server.wait_ready(READY_SECONDS, progress.append)
+        with Server(layout, environment={"PREHEAT_RELEASE": "argument"}) as server:
+            server.wait_ready(READY_SECONDS)
             yield server
 
 
@@ -94,19 +82,14 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-def test_imports_only_what_is_in_the_image(server: Server, layout: Layout) -> None:
+def test_runs_the_images_main_module_and_imports_only_the_image(server: Server, layout: Layout) -> None:
     excluded = ["engine_builder", "engine_builder.local_server.server", "training", "tests"]
-    imports = predict(server, **{"import": [*excluded, "model.errors", "numpy"]})["imports"]
+    report = predict(server, **{"import": [*excluded, "model.errors", "numpy"]})
+    assert Path(report["cwd"]) == layout.app and layout.app / report["main"] == layout.app / "main.py"
     for name in excluded:
-        assert imports[name].startswith("ModuleNotFoundError"), imports[name]
-    assert imports["model.errors"] == str(layout.app / "model" / "errors.py")
-    assert imports["numpy"].endswith("numpy/__init__.py")
-
-
-def test_runs_the_images_main_module_in_its_folder(server: Server, layout: Layout) -> None:
-    report = predict(server)
-    assert Path(report["cwd"]) == layout.app
-    assert layout.app / report["main"] == layout.app / "main.py"
+        assert report["imports"][name].startswith("ModuleNotFoundError"), report["imports"][name]
+    assert report["imports"]["model.errors"] == str(layout.app / "model" / "errors.py")
+    assert report["imports"]["numpy"].endswith("numpy/__init__.py")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8 on its loopback")
@@ -119,73 +102,44 @@ def test_listens_on_one_address_only(server: Server) -> None:
 
 def test_environment_is_the_images_and_passed_variables(server: Server) -> None:
     env = predict(server)["env"]
-    assert env["FROM_CONFIG"] == "config"
-    assert env["PREHEAT_STORE"] == "host"
-    assert env["PREHEAT_RELEASE"] == "argument"
-    assert env["TRUSS_SECRET_token"] == "secret"
-    assert env["INFERENCE_SERVER_PORT"] == str(server.port)
+    expected = {"FROM_CONFIG": "config", "PREHEAT_STORE": "host", "PREHEAT_RELEASE": "argument"}
+    expected |= {"TRUSS_SECRET_token": "secret", "INFERENCE_SERVER_PORT": str(server.port)}
+    assert {name: env[name] for name in expected} == expected
     assert "PRIVATE" not in env and env["HOME"] != os.environ.get("HOME")
 
 
-def test_reports_progress_and_keeps_a_requested_log(server: Server, progress: list[str], log: Path) -> None:
-    assert "Executing model.load()..." in progress
-    assert any(message.startswith("Completed model.load()") for message in progress)
-    assert "Completed model.load()" in log.read_text()
+LOAD = """
+    from model.errors import NoEngineForTarget
 
+    class Model:
+        def load(self):
+            {}
 
-def test_refuses_the_port_of_another_server(server: Server, layout: Layout) -> None:
-    with pytest.raises(ServerFailed, match=f"Port {server.port} of 127.0.0.1 is taken"):
-        Server(layout, port=server.port).start()
-
-
-def test_refuses_a_second_start(server: Server) -> None:
-    with pytest.raises(ServerFailed, match="started already"):
-        server.start()
-
-
-def test_reports_a_refusal_once_and_without_a_signal(tmp_path: Path) -> None:
-    failing = """
-        from model.errors import NoEngineForTarget
-
-        class Model:
-            def load(self):
-                try:
-                    {}["key"]
-                except KeyError as error:
-                    raise NoEngineForTarget("No engine for this GPU.\\nIts build failed.", "Build one.") from error
-
-            def predict(self, request):
-                return {}
-    """
-    server = Server(stub_truss.make_layout(tmp_path, failing))
-    with server, pytest.raises(ServerFailed) as failure:
-        server.wait_ready(READY_SECONDS)
-    assert str(failure.value) == "The server refused to start. No engine for this GPU.\nIts build failed. Build one."
-    assert not server.running
+        def predict(self, request):
+            return {{}}
+"""
+REFUSING = LOAD.format("""
+            try:
+                {}["key"]
+            except KeyError as error:
+                raise NoEngineForTarget("No engine for this GPU.\\nIts build failed.", "Build one.") from error
+""")
+SLOW = LOAD.format("__import__('time').sleep(600)")
 
 
 @pytest.mark.parametrize(
-    ("model", "begins"),
+    ("model", "message"),
     [
+        (REFUSING, "The server refused to start. No engine for this GPU.\nIts build failed. Build one."),
         ("import engine_builder", "ModuleNotFoundError: No module named 'engine_builder'\n"),
         ("class Model:\n    pass", "_truss_common.errors.ModelDefinitionError: Truss model must have a `predict`"),
     ],
-    ids=["import error", "no predict"],
+    ids=["refusal", "import error", "no predict"],
 )
-def test_reports_why_a_model_cannot_be_imported(tmp_path: Path, model: str, begins: str) -> None:
+def test_reports_why_a_server_cannot_start(tmp_path: Path, model: str, message: str) -> None:
     with Server(stub_truss.make_layout(tmp_path, model)) as server, pytest.raises(ServerFailed) as failure:
         server.wait_ready(READY_SECONDS)
-    assert str(failure.value).startswith(begins)
-
-
-def test_reports_why_a_server_cannot_start(tmp_path: Path) -> None:
-    broken = stub_truss.make_layout(tmp_path, REPORTER)
-    (broken.app / "model_wrapper.py").write_text("raise RuntimeError('the image is broken')")
-    with (
-        Server(broken) as server,
-        pytest.raises(ServerFailed, match=r"\ARuntimeError: the image is broken\n.*code 1"),
-    ):
-        server.wait_ready(READY_SECONDS)
+    assert str(failure.value).startswith(message) and not server.running
 
 
 def test_messages_of_the_shutdown_do_not_hide_the_failure(tmp_path: Path) -> None:
@@ -214,26 +168,20 @@ def test_messages_of_the_shutdown_do_not_hide_the_failure(tmp_path: Path) -> Non
     ]
 
 
-SLOW = """
-    import time
-
-    class Model:
-        def load(self):
-            time.sleep(600)
-
-        def predict(self, request):
-            return {}
-"""
-
-
 def test_reports_a_server_that_is_killed_while_it_loads(tmp_path: Path) -> None:
+    """Its messages are reported until then. The requested log is kept."""
+    messages: list[str] = []
+
     def kill(message: str) -> None:
-        if message == "Loading truss model from file.":
+        messages.append(message)
+        if message == "Executing model.load()...":
             os.kill(server.pid, signal.SIGKILL)
 
-    with Server(stub_truss.make_layout(tmp_path, SLOW)) as server:
+    log = tmp_path / "server.log"
+    with Server(stub_truss.make_layout(tmp_path, SLOW), log=log) as server:
         with pytest.raises(ServerFailed, match="killed by SIGKILL"):
             server.wait_ready(READY_SECONDS, kill)
+    assert "Loading truss model from file." in messages and "Executing model.load()" in log.read_text()
 
 
 def test_stops_a_server_that_is_not_ready_in_time(tmp_path: Path) -> None:
@@ -244,29 +192,18 @@ def test_stops_a_server_that_is_not_ready_in_time(tmp_path: Path) -> None:
         assert has_ended(pid)
 
 
-def test_reports_a_server_that_is_killed_while_it_serves(layout: Layout) -> None:
+def test_a_killed_server_leaves_no_process_and_no_files(layout: Layout) -> None:
     with Server(layout) as server:
         server.wait_ready(READY_SECONDS)
         assert server.running
-        child = predict(server)["child"]
+        report = predict(server)
+        assert Path(report["env"]["HOME"]).exists()
         os.kill(server.pid, signal.SIGKILL)
         assert server.wait() == -signal.SIGKILL
         assert not server.running
         with pytest.raises(ServerFailed, match="SIGKILL"):
             server.wait_ready(READY_SECONDS)
-        eventually(lambda: has_ended(child), "the child process of the killed server ends")
-
-
-def test_stop_leaves_no_process_and_no_files(layout: Layout) -> None:
-    server = Server(layout).start()
-    server.wait_ready(READY_SECONDS)
-    report = predict(server)
-    pids = [server.pid, report["child"]]
-    assert Path(report["env"]["HOME"]).exists()
-    server.stop()
-    server.stop()
-    assert not server.running
-    eventually(lambda: all(has_ended(pid) for pid in pids), "the server and its child end")
+        eventually(lambda: has_ended(report["child"]), "the child process of the killed server ends")
     assert not Path(report["env"]["HOME"]).exists()
 
 
@@ -333,47 +270,3 @@ def test_server_ends_with_the_process_that_started_it(layout: Layout, tmp_path: 
     )
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     eventually(lambda: has_ended(int(ended.stdout)), "the server ends")
-
-
-def test_building_a_context_leaves_the_truss_unchanged(tmp_path: Path) -> None:
-    truss = stub_truss.write(tmp_path / "truss", SLOW)
-
-    def state() -> dict[Path, tuple[int, int]]:
-        return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in truss.rglob("*")}
-
-    before = state()
-    build_context(truss, truss / "config.yaml", tmp_path / "build")
-    assert state() == before
-
-
-CHAINED = """Traceback (most recent call last):
-  File "a.py", line 1, in <module>
-KeyError: 'x'
-
-The above exception was the direct cause of the following exception:
-
-Traceback (most recent call last):
-  File "b.py", line 2, in <module>
-    raise StoreError("...")
-model.errors.StoreError: The bucket is not there.
-  Create it first.
-"""
-SYNTAX = """Traceback (most recent call last):
-  File "a.py", line 1, in <module>
-  File "b.py", line 2
-    class Model:
-                ^
-IndentationError: expected an indented block after class definition on line 2
-"""
-
-
-@pytest.mark.parametrize(
-    ("trace", "sentence"),
-    [
-        (CHAINED, "The bucket is not there.\n  Create it first."),
-        (SYNTAX, "IndentationError: expected an indented block after class definition on line 2"),
-    ],
-    ids=["chained", "syntax error"],
-)
-def test_sentence_of_a_traceback_is_its_last_exception(trace: str, sentence: str) -> None:
-    assert exception_sentence(trace) == sentence

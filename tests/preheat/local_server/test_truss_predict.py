@@ -39,22 +39,19 @@ def run_truss_predict(baseten: FakeBaseten, home: Path, request: dict[str, objec
     )
 
 
-def test_saves_the_image_that_truss_predict_prints(server: Server, tmp_path: Path) -> None:
+@pytest.mark.full
+def test_saves_what_truss_predict_prints(server: Server, tmp_path: Path) -> None:
+    """Also a refusal, which `truss predict` ignores."""
     with FakeBaseten(server.url) as baseten:
         command = run_truss_predict(baseten, tmp_path, {"prompt": "a lighthouse"})
+        refused = run_truss_predict(baseten, tmp_path, {})
     assert command.returncode == 0, command.stderr
     assert command.stdout.startswith("Calling predict on development deployment"), "what save_predicted skips is gone"
-    assert baseten.requested_paths == ["/graphql/", "/development/predict"]
+    assert baseten.requested_paths == ["/graphql/", "/development/predict"] * 2
+    with pytest.raises(CallFailed, match="prompt: is missing"):
+        save_predicted(io.BytesIO(refused.stdout.encode()), tmp_path / "out.png")
+    assert refused.returncode == 0 and not list(tmp_path.glob("out*"))
     [path] = save_predicted(io.BytesIO(command.stdout.encode()), tmp_path / "out.png")
     assert path == tmp_path / "out.jpg"
     with Image.open(path) as image:
         assert (image.format, image.size) == ("JPEG", (64, 64))
-
-
-def test_reports_a_refusal_that_truss_predict_ignores(server: Server, tmp_path: Path) -> None:
-    with FakeBaseten(server.url) as baseten:
-        command = run_truss_predict(baseten, tmp_path, {})
-    assert command.returncode == 0
-    with pytest.raises(CallFailed, match="prompt: is missing"):
-        save_predicted(io.BytesIO(command.stdout.encode()), tmp_path / "out.png")
-    assert not list(tmp_path.glob("out*"))
