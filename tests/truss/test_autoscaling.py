@@ -53,65 +53,45 @@ def apply(*arguments: str, key: str | None = "secret-key", folder: Path = FOLDER
 
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS)
-def test_sends_nothing_without_apply(environment: str, api: ManagementApi) -> None:
-    ran = apply(environment, "--model", "abc", "--api", api.url)
-    assert ran.returncode == 0, ran.stderr
-    assert f"/v1/models/abc/deployments/{environment}/autoscaling_settings" in ran.stdout
-    assert "Nothing was sent" in ran.stdout
-    assert api.requests == []
-
-
-@pytest.mark.parametrize("environment", ENVIRONMENTS)
-def test_sends_the_settings_file(environment: str, api: ManagementApi) -> None:
+def test_sends_the_settings_file_only_with_apply(environment: str, api: ManagementApi) -> None:
+    shown = apply(environment, "--model", "abc", "--api", api.url)
+    assert shown.returncode == 0 and "Nothing was sent" in shown.stdout and api.requests == [], shown.stderr
+    assert f"/v1/models/abc/deployments/{environment}/autoscaling_settings" in shown.stdout
     ran = apply(environment, "--model", "abc", "--api", api.url, "--apply")
     assert ran.returncode == 0, ran.stderr
     assert "ACCEPTED: 2 replicas" in ran.stdout and "secret-key" not in ran.stdout
     [(method, path, headers, body)] = api.requests
     assert (method, path) == ("PATCH", f"/v1/models/abc/deployments/{environment}/autoscaling_settings")
-    assert headers["Authorization"] == "Api-Key secret-key"
-    assert headers["Content-Type"] == "application/json"
+    assert headers["Authorization"] == "Api-Key secret-key" and headers["Content-Type"] == "application/json"
     assert body == json.loads((FOLDER / f"{environment}.json").read_text())
 
 
-def test_escapes_a_model_id_in_the_path(api: ManagementApi) -> None:
-    apply("production", "--model", "a/../b", "--deployment", "q1", "--api", api.url, "--apply")
-    assert api.requests[0][1] == "/v1/models/a%2F..%2Fb/deployments/q1/autoscaling_settings"
-
-
-def test_reports_a_refusal(api: ManagementApi) -> None:
+def test_escapes_a_model_id_and_reports_a_refusal(api: ManagementApi) -> None:
     api.status = 403
-    ran = apply("production", "--model", "abc", "--api", api.url, "--apply")
-    assert ran.returncode == 1
-    assert "refused: 403" in ran.stderr and "NO" in ran.stderr and "Traceback" not in ran.stderr
+    ran = apply("production", "--model", "a/../b", "--deployment", "q1", "--api", api.url, "--apply")
+    assert api.requests[0][1] == "/v1/models/a%2F..%2Fb/deployments/q1/autoscaling_settings"
+    assert ran.returncode == 1 and "refused: 403" in ran.stderr and "NO" in ran.stderr and "Traceback" not in ran.stderr
 
 
-def test_reports_an_unreachable_platform() -> None:
-    ran = apply("production", "--model", "abc", "--api", "http://127.0.0.1:9", "--apply")
-    assert ran.returncode == 1 and "gave no answer" in ran.stderr and "Traceback" not in ran.stderr
+def test_reports_a_missing_platform_or_key() -> None:
+    for key, message in (("key", "gave no answer"), (None, "BASETEN_API_KEY is not set")):
+        ran = apply("production", "--model", "abc", "--api", "http://127.0.0.1:9", "--apply", key=key)
+        assert ran.returncode == 1 and message in ran.stderr and "Traceback" not in ran.stderr
 
 
-def test_sends_nothing_without_a_key(api: ManagementApi) -> None:
-    ran = apply("production", "--model", "abc", "--api", api.url, "--apply", key=None)
-    assert ran.returncode == 1 and "BASETEN_API_KEY is not set" in ran.stderr
-    assert api.requests == []
-
-
-@pytest.mark.parametrize(
-    "settings, message",
-    [
+def test_refuses_invalid_settings(tmp_path: Path) -> None:
+    (tmp_path / "apply.py").write_bytes((FOLDER / "apply.py").read_bytes())
+    settings: Any
+    for settings, message in (
         ({"min_replica": 3, "max_replica": 2}, "min_replica is above max_replica"),
         ({"replicas": 2}, "replicas is 2"),
         ({"max_replica": "2"}, "max_replica is '2'"),
         ({"target_utilization_percentage": 101}, "target_utilization_percentage is 101"),
         ([], "does not hold an object"),
-    ],
-    ids=["order", "unknown", "type", "range", "list"],
-)
-def test_refuses_invalid_settings(settings: Any, message: str, tmp_path: Path) -> None:
-    (tmp_path / "apply.py").write_bytes((FOLDER / "apply.py").read_bytes())
-    (tmp_path / "production.json").write_text(json.dumps(settings))
-    ran = apply("production", "--model", "abc", "--apply", folder=tmp_path)
-    assert ran.returncode == 1 and message in ran.stderr
+    ):
+        (tmp_path / "production.json").write_text(json.dumps(settings))
+        ran = apply("production", "--model", "abc", "--apply", folder=tmp_path)
+        assert ran.returncode == 1 and message in ran.stderr
 
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS)

@@ -54,50 +54,30 @@ def pins(path: Path) -> dict[str, str]:
     return versions
 
 
+GPU_CONFIGS = [path for path in CONFIGS if path != CPU_DEMO]
 every_config = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-every_gpu_config = pytest.mark.parametrize(
-    "path", [path for path in CONFIGS if path != CPU_DEMO], ids=lambda path: path.stem
-)
 
 
 def test_each_gpu_has_a_config_and_the_cpu_has_one() -> None:
     assert {"cpu-demo", "l4", "a10g", "a100", "h100", "h200"} <= {path.stem for path in CONFIGS}
     assert load(PRODUCTION) == load(REPOSITORY / "truss" / "configs" / "h100.yaml")
-
-
-def test_folder_of_configs_does_not_hide_the_truss_package() -> None:
-    assert not list((REPOSITORY / "truss").rglob("__init__.py"))
+    assert not list((REPOSITORY / "truss").rglob("__init__.py"))  # which would hide the truss package
 
 
 @every_config
-def test_truss_knows_every_key(path: Path) -> None:
-    load(path).validate_forbid_extra()
-
-
-@every_config
-def test_python_version_is_that_of_the_tests(path: Path) -> None:
-    assert load(path).python_version == f"py{sys.version_info.major}{sys.version_info.minor}"
-
-
-@every_config
-def test_accelerator_is_that_of_the_name(path: Path) -> None:
-    resources = load(path).resources
-    if path.stem == "cpu-demo":
+def test_truss_runs_the_config(path: Path) -> None:
+    """truss knows every key, more requests reach the model than its queue holds, and a stuck replica is restarted."""
+    config = load(path)
+    config.validate_forbid_extra()
+    assert config.python_version == f"py{sys.version_info.major}{sys.version_info.minor}"
+    resources = config.resources
+    if path == CPU_DEMO:
         assert not resources.use_gpu and resources.accelerator.accelerator is None
     else:
         name = "h100" if path == PRODUCTION else path.stem
         assert resources.use_gpu and resources.accelerator.accelerator.value.lower() == name
-
-
-@every_config
-def test_more_requests_reach_the_model_than_its_queue_holds(path: Path) -> None:
-    concurrency, limits = load(path).runtime.predict_concurrency, settings(path)["limits"]
-    assert concurrency >= 2 * limits["max_queue"]
-
-
-@every_config
-def test_replica_that_is_never_ready_is_restarted(path: Path) -> None:
-    checks = load(path).runtime.health_checks
+    assert config.runtime.predict_concurrency >= 2 * settings(path)["limits"]["max_queue"]
+    checks = config.runtime.health_checks
     assert 0 < checks.stop_traffic_threshold_seconds < checks.restart_threshold_seconds
     assert checks.restart_threshold_seconds < checks.startup_threshold_seconds < 1800
 
@@ -109,30 +89,18 @@ def test_pins_match_production_and_this_environment(path: Path) -> None:
         assert own[name] == production[name], name
         if name != "cuda-python":  # not installed where there is no GPU
             assert own[name] == version(name), name
-    assert set(production) - set(own) <= ({"cuda-python"} if path.stem == "cpu-demo" else set())
-
-
-def test_cpu_config_pins_the_torch_of_the_tests() -> None:
-    assert pins(CPU_DEMO)["torch"].partition("+")[0] == version("torch").partition("+")[0]
-
-
-@every_gpu_config
-def test_gpu_configs_pin_the_measured_torch(path: Path) -> None:
-    rows = [row for file in sorted((REPOSITORY / "docs" / "benchmarks").glob("*.json")) for row in read_rows(file)]
-    assert {row.torch for row in rows if row.driver} == {pins(path)["torch"]}
-
-
-@every_gpu_config
-def test_cuda_python_has_the_cuda_version_of_torch(path: Path) -> None:
-    cuda = Version(pins(path)["cuda-python"])
-    assert pins(path)["torch"].partition("+")[2] == f"cu{cuda.major}{cuda.minor}"
-
-
-@every_config
-def test_torch_build_is_on_the_index_of_the_config(path: Path) -> None:
+    assert set(production) - set(own) <= ({"cuda-python"} if path == CPU_DEMO else set())
     indexes = [line for line in load(path).requirements if line.startswith("--extra-index-url ")]
-    build = pins(path)["torch"].partition("+")[2]
-    assert [line.rpartition("/")[2] for line in indexes] == [build]
+    assert [line.rpartition("/")[2] for line in indexes] == [own["torch"].partition("+")[2]]
+
+
+def test_torch_is_that_of_the_tests_and_of_the_measurements() -> None:
+    assert pins(CPU_DEMO)["torch"].partition("+")[0] == version("torch").partition("+")[0]
+    rows = [row for file in sorted((REPOSITORY / "docs" / "benchmarks").glob("*.json")) for row in read_rows(file)]
+    for path in GPU_CONFIGS:
+        torch_pin, cuda = pins(path)["torch"], Version(pins(path)["cuda-python"])
+        assert {row.torch for row in rows if row.driver} == {torch_pin}, path
+        assert torch_pin.partition("+")[2] == f"cu{cuda.major}{cuda.minor}", path
 
 
 def test_image_pins_numpy_above_the_servers_limit(layout: Layout) -> None:
@@ -158,18 +126,13 @@ def test_settings_have_the_keys_that_the_model_reads(path: Path) -> None:
 
 
 @every_config
-def test_secrets_are_declared_only_for_buckets_and_are_empty(path: Path) -> None:
-    secrets = load(path).secrets
-    needed = {"aws_access_key_id", "aws_secret_access_key"} if settings(path)["store"].startswith("s3:") else set()
-    assert set(secrets) == needed
-    assert not any(secrets.values())
-
-
-@every_config
-def test_example_is_a_request_that_the_deployment_serves(path: Path) -> None:
-    example = load(path).model_metadata["example_model_input"]
+def test_secrets_and_example_are_those_of_the_deployment(path: Path) -> None:
+    config, preheat = load(path), settings(path)
+    needed = {"aws_access_key_id", "aws_secret_access_key"} if preheat["store"].startswith("s3:") else set()
+    assert set(config.secrets) == needed and not any(config.secrets.values())
+    example = config.model_metadata["example_model_input"]
     GenerationRequest.model_validate(example)
-    sizes = {(bucket["width"], bucket["height"]) for bucket in settings(path)["buckets"]}
+    sizes = {(bucket["width"], bucket["height"]) for bucket in preheat["buckets"]}
     assert not sizes or (example["width"], example["height"]) in sizes
 
 
@@ -194,16 +157,7 @@ def test_image_has_all_of_model_and_no_other_code(layout: Layout) -> None:
     modules = {path.relative_to(REPOSITORY / "model") for path in (REPOSITORY / "model").rglob("*.py")}
     assert modules == {path.relative_to(layout.app / "model") for path in (layout.app / "model").rglob("*.py")}
     names = {part for path in layout.root.rglob("*") for part in path.relative_to(layout.root).parts}
-    assert not names & {
-        "engine_builder",
-        "training",
-        "tests",
-        "docs",
-        ".git",
-        ".venv",
-        ".preheat",
-        "tiny-sdxl",
-    }
+    assert not names & {"engine_builder", "training", "tests", "docs", ".git", ".venv", ".preheat", "tiny-sdxl"}
     assert not [path for path in layout.root.rglob("*") if path.suffix in (".safetensors", ".pt2", ".plan")]
 
 
@@ -217,18 +171,12 @@ def test_image_has_what_model_imports(layout: Layout) -> None:
     required = [line for line in lines if line and line[0] not in "#-"]
     installed = {canonicalize_name(re.split(r"[<>=\[ ;]", line)[0]) for line in required}
     # Modules that another distribution requires, and cuda, which is installed only on machines with a GPU.
-    known = {
-        "starlette": {"fastapi"},
-        "h11": {"uvicorn"},
-        "pydantic_core": {"pydantic"},
-        "typing_extensions": {"pydantic"},
-        "botocore": {"boto3"},
-        "cuda": {"cuda-python"},
-    }
+    known = {"starlette": "fastapi", "h11": "uvicorn", "pydantic_core": "pydantic", "typing_extensions": "pydantic",
+             "botocore": "boto3", "cuda": "cuda-python"}  # fmt: skip
     distributions = packages_distributions()
     for path in (REPOSITORY / "model").rglob("*.py"):
         for name in third_party_imports(path) - OPTIONAL:
-            provided_by = known.get(name) or {canonicalize_name(d) for d in distributions.get(name, [name])}
+            provided_by = {canonicalize_name(d) for d in [known.get(name, name), *distributions.get(name, [])]}
             assert provided_by & installed, f"{path.relative_to(REPOSITORY)} imports {name}, which no config requires"
 
 
@@ -242,10 +190,10 @@ def third_party_imports(path: Path) -> set[str]:
     return names - sys.stdlib_module_names - {"model"}
 
 
-@every_config
-def test_image_has_bytecode(path: Path, layout: Layout) -> None:
+def test_image_has_bytecode(layout: Layout) -> None:
     """uv, which installs the image's packages, compiles none. The command runs here on the files of the image."""
-    [command] = load(path).build_commands
+    [command] = load(PRODUCTION).build_commands
+    assert all(load(path).build_commands == [command] for path in CONFIGS)
     here = command.replace("/app", str(layout.app)).replace("python3", sys.executable)
     packages = re.search(r'"\$\(.*?\)"', here)
     assert packages is not None

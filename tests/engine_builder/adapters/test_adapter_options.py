@@ -2,9 +2,8 @@
 
 import dataclasses
 import json
-import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from model.adapters.layers import Layer
 from tests.support.adapters import LINEARS, Delta, module_shapes, random_deltas
 from tests.support.repository import MODEL_FOLDER
 
-CASES = Path(__file__).parent / "cases"
 COMPONENTS = ("unet", "text_encoder", "text_encoder_2")
 TARGETS = {"unet": ["to_q", "to_k", "to_v", "to_out.0"]} | dict.fromkeys(COMPONENTS[1:], ["q_proj", "fc1"])
 TO_Q = "unet.down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"
@@ -48,13 +46,8 @@ def deltas(layers: dict[str, Layer]) -> dict[str, Delta]:
 
 
 @pytest.fixture(scope="module")
-def pipeline() -> Iterator[StableDiffusionXLPipeline]:
-    levels = {name: logging.getLogger(name).level for name in ("diffusers", "transformers")}
-    for name in levels:
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    yield StableDiffusionXLPipeline.from_pretrained(MODEL_FOLDER)
-    for name, level in levels.items():
-        logging.getLogger(name).setLevel(level)
+def pipeline() -> StableDiffusionXLPipeline:
+    return StableDiffusionXLPipeline.from_pretrained(MODEL_FOLDER)
 
 
 def options_of(**components: Options) -> Options:
@@ -98,33 +91,31 @@ def diffusers_scales(pipeline: StableDiffusionXLPipeline, path: Path) -> dict[st
 
 
 EVERYWHERE = {
-    "equal alphas": {"lora_alpha": 6},
-    "a fraction": {"lora_alpha": 2.5},
+    "a fraction": {"lora_alpha": 2.5, "lora_dropout": 0.5, "init_lora_weights": "Gaussian", "inference_mode": True},
     "the first match": {"alpha_pattern": {"attn1.to_q": 64, "0.mlp.fc1": 32, "to_q": 1, "fc1": 2}},
     "the first match, reversed": {"alpha_pattern": {"to_q": 1, "fc1": 2, "attn1.to_q": 64, "0.mlp.fc1": 32}},
-    "regular expressions": {"alpha_pattern": {r".*attn1\.to_[qk]": 64, r"layers\.[02]\.mlp\.fc\d": 32}},
+    "regular expressions": {"alpha_pattern": {r".*attn1\.to_[qk]": 64, r"layers\.[02]\.mlp\.fc\d": 32, "mlp.fc.": 3}},
     "no ends of words": {"alpha_pattern": {"o_q": 64, "c1": 32, "_proj": 8}},
     "anchored": {"alpha_pattern": {r"^down_blocks\..*": 64, r"^encoder.*": 32, r"^text_model.*": 16}},
     "whole names": {"alpha_pattern": {TO_Q.removeprefix("unet."): 64, "encoder.layers.0.mlp.fc1": 32}},
-    "a dot is any character": {"alpha_pattern": {"attn1.to.q": 64, "mlp.fc.": 32}},
     "alternatives across the group": {"alpha_pattern": {"to_q)|(fc1": 64}},
-    "a zero": {"alpha_pattern": {"to_q": 0, "fc1": -4}},
-    "options without effect": {"lora_dropout": 0.5, "init_lora_weights": "Gaussian", "inference_mode": True},
-    "options at their defaults": {"use_dora": False, "use_rslora": False, "bias": "none", "modules_to_save": None},
+    "a zero": {"alpha_pattern": {"to_q": 0, "fc1": -4}, "use_dora": False, "bias": "none", "modules_to_save": None},
 }
+
+
+def assert_equals_diffusers(pipeline: StableDiffusionXLPipeline, path: Path, layers: dict[str, Layer]) -> AdapterFile:
+    """Assert that a file gives each layer the scale that it has in diffusers. Returns the read file."""
+    factors, file = read(path, layers)
+    assert {name: entry.scale for name, entry in factors.items()} == diffusers_scales(pipeline, path)
+    return file
 
 
 @pytest.mark.parametrize("options", EVERYWHERE.values(), ids=EVERYWHERE)
 def test_scales_are_those_of_diffusers(
-    options: Options,
-    deltas: dict[str, Delta],
-    layers: dict[str, Layer],
-    pipeline: StableDiffusionXLPipeline,
-    tmp_path: Path,
+    options: Options, deltas: dict[str, Delta], layers: dict[str, Layer], pipeline: Any, tmp_path: Path
 ) -> None:
     path = write(tmp_path / "a.safetensors", deltas, options_of(**dict.fromkeys(COMPONENTS, options)))
-    factors, _ = read(path, layers)
-    assert {name: entry.scale for name, entry in factors.items()} == diffusers_scales(pipeline, path)
+    assert_equals_diffusers(pipeline, path, layers)
 
 
 def test_components_have_their_own_options(
@@ -136,25 +127,15 @@ def test_components_have_their_own_options(
         text_encoder_2={"alpha_pattern": {r"text_model\..*layers\.1.*": 16}, "layers_to_transform": [0, 1, 2, 3]},
     )
     path = write(tmp_path / "a.safetensors", deltas, options | {"transformer.alpha_pattern": {"to_q": 9}})
-    factors, _ = read(path, layers)
-    scales = {name: entry.scale for name, entry in factors.items()}
-    assert scales == diffusers_scales(pipeline, path) and len(set(scales.values())) > 4
-
-
-def test_reads_the_case_of_a_report(layers: dict[str, Layer], pipeline: StableDiffusionXLPipeline) -> None:
-    path = CASES / "lora-alpha-pattern.safetensors"
-    factors, _ = read(path, layers)
-    assert factors[TO_Q].scale == 16
-    assert {name: entry.scale for name, entry in factors.items()} == diffusers_scales(pipeline, path)
+    assert_equals_diffusers(pipeline, path, layers)
+    assert len(set(diffusers_scales(pipeline, path).values())) > 4
 
 
 def test_names_of_transformers_4_are_warned_about(
     deltas: dict[str, Delta], layers: dict[str, Layer], pipeline: StableDiffusionXLPipeline, tmp_path: Path
 ) -> None:
     options = options_of(text_encoder={"alpha_pattern": {r"text_model\.encoder.*": 8}})
-    path = write(tmp_path / "a.safetensors", deltas, options)
-    factors, file = read(path, layers)
-    assert {name: entry.scale for name, entry in factors.items()} == diffusers_scales(pipeline, path)
+    file = assert_equals_diffusers(pipeline, write(tmp_path / "a.safetensors", deltas, options), layers)
     assert "text_encoder.alpha_pattern names text_model" in file.warnings[0]
 
 
@@ -213,22 +194,18 @@ def test_refuses_option(place: str, deltas: dict[str, Delta], tmp_path: Path) ->
 
 REFUSED: list[tuple[Options, str]] = [
     ({"init_lora_weights": "pissa"}, "option init_lora_weights states a change of the model's own weights .pissa."),
-    ({"init_lora_weights": "olora"}, "option init_lora_weights states a change of the model's own weights"),
     ({"peft_type": "LOKR"}, "option peft_type states LOKR"),
     ({"use_future": True}, "option use_future states something unknown"),
-    ({"future_config": {"x": 1}}, "option future_config states something unknown"),
     ({"r": 8}, "has rank 4, and PEFT's options state 8"),
     ({"rank_pattern": {"to_q": 3}}, "to_q has rank 4, and PEFT's options state 3"),
     ({"rank_pattern": {"to_q": True}}, "to_q has an invalid rank in PEFT's options"),
     ({"lora_alpha": "8"}, "has an invalid alpha .8."),
     ({"lora_alpha": None}, "has an invalid alpha .None."),
-    ({"lora_alpha": True}, "has an invalid alpha .True."),
     ({"lora_alpha": 1e9}, "has an invalid alpha"),
     ({"lora_alpha": float("nan")}, "has an invalid alpha .nan."),
     ({"alpha_pattern": {"to_q": [1]}}, "to_q has an invalid alpha"),
     ({"alpha_pattern": ["to_q"]}, "option alpha_pattern is .*, expected an object"),
     ({"alpha_pattern": {"(": 1}}, "patterns cannot be evaluated: '.' is not a regular expression"),
-    ({"alpha_pattern": {"(?i)TO_Q": 1}}, "patterns cannot be evaluated: .* is not a regular expression"),
     ({"alpha_pattern": {"a" * 2000: 1}}, "patterns cannot be evaluated: .* has 2000 characters"),
     ({"alpha_pattern": {r"(\w+\.?)+!": 1}}, "patterns cannot be evaluated: they take more than 5 s"),
     ({"rank_pattern": {"(" * 900: 1}}, "patterns cannot be evaluated"),
@@ -242,29 +219,19 @@ def test_refuses_options(deltas: dict[str, Delta], layers: dict[str, Layer], tmp
             read(path, layers)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"target_modules": ["q_proj"]},
-        {"target_modules": r".*\.q_proj"},
-        {"exclude_modules": ["layers.1.mlp.fc1"]},
-        {"exclude_modules": r".*1\.mlp.*"},
-        {"layers_to_transform": [0]},
+def test_refuses_tensors_that_diffusers_leaves_out(
+    deltas: dict[str, Delta], layers: dict[str, Layer], pipeline: StableDiffusionXLPipeline, tmp_path: Path
+) -> None:
+    for options in (
+        *({"target_modules": ["q_proj"]}, {"target_modules": r".*\.q_proj"}, {"layers_to_transform": [0]}),
+        *({"exclude_modules": ["layers.1.mlp.fc1"]}, {"exclude_modules": r".*1\.mlp.*"}),
         {"layers_to_transform": 0, "layers_pattern": "layers"},
         {"layers_to_transform": [1, 2], "layers_pattern": ["blocks", "layers"]},
-    ],
-)
-def test_refuses_tensors_that_diffusers_leaves_out(
-    options: Options,
-    deltas: dict[str, Delta],
-    layers: dict[str, Layer],
-    pipeline: StableDiffusionXLPipeline,
-    tmp_path: Path,
-) -> None:
-    path = write(tmp_path / "a.safetensors", deltas, options_of(text_encoder=options))
-    assert diffusers_scales(pipeline, path).keys() < deltas.keys()
-    with pytest.raises(BadAdapter, match="leave out .*, which has tensors"):
-        read(path, layers)
+    ):
+        path = write(tmp_path / "a.safetensors", deltas, options_of(text_encoder=options))
+        assert diffusers_scales(pipeline, path).keys() < deltas.keys(), options
+        with pytest.raises(BadAdapter, match="leave out .*, which has tensors"):
+            read(path, layers)
 
 
 def test_unknown_number_is_warned_about(deltas: dict[str, Delta], layers: dict[str, Layer], tmp_path: Path) -> None:

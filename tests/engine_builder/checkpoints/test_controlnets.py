@@ -1,6 +1,7 @@
 """ControlNets as networks: they compute what diffusers computes, and folders that do not fit the model are refused."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,8 @@ def test_an_image_that_does_not_use_a_network_is_unaffected_by_nan(folders: dict
     assert all(not output.any() for output in run(network, *inputs, torch.zeros(1, 1)))
 
 
-Edit = Callable[[Path], None]
+Edit = Callable[[Path], object]
+WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
 def edit(**entries: Any) -> Edit:
@@ -105,37 +107,33 @@ def edit(**entries: Any) -> Edit:
     return change
 
 
-WRONG: dict[str, tuple[Edit, str]] = {
-    "another class": (edit(_class_name="T2IAdapter"), "_class_name is 'T2IAdapter', expected ControlNetModel or"),
-    "text width": (edit(cross_attention_dim=768), "cross_attention_dim is 768, and that of the UNet of .* is 224"),
-    "channels": (edit(block_out_channels=[320, 640, 1280]), r"block_out_channels is \[320, 640, 1280\], and that of"),
-    "layers": (edit(layers_per_block=2), "layers_per_block is 2, and that of the UNet"),
-    "control channels": (edit(conditioning_channels=1), "conditioning_channels is 1, expected 3"),
-    "latents": (edit(in_channels=9), "in_channels is 9, and that of the VAE's latents is 4"),
-    "embedding": (edit(conditioning_embedding_out_channels=[8, 16]), "divides a control image's sides by 2"),
-    "pooled": (edit(global_pool_conditions=True), "global_pool_conditions is True, expected False"),
-    "order": (edit(controlnet_conditioning_channel_order="brg"), "channel_order is 'brg', expected 'rgb' or 'bgr'"),
-    "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
-    "no weights": (
-        lambda folder: (folder / "diffusion_pytorch_model.safetensors").unlink(), "has no .safetensors file"
-    ),
+WRONG: dict[str, tuple[controlnets.Kind, Edit, str]] = {
+    # name: (kind of the folder, change, words of the error)
+    "another class": ("full", edit(_class_name="T2IAdapter"), "_class_name is 'T2IAdapter', expected"),
+    "text width": ("full", edit(cross_attention_dim=768), "cross_attention_dim is 768, and that of .* is 224"),
+    "channels": ("full", edit(block_out_channels=[320, 640]), r"block_out_channels is \[320, 640\], and that of"),
+    "layers": ("full", edit(layers_per_block=2), "layers_per_block is 2, and that of the UNet"),
+    "control channels": ("full", edit(conditioning_channels=1), "conditioning_channels is 1, expected 3"),
+    "latents": ("full", edit(in_channels=9), "in_channels is 9, and that of the VAE's latents is 4"),
+    "embedding": ("full", edit(conditioning_embedding_out_channels=[8, 16]), "divides a control image's sides by 2"),
+    "pooled": ("full", edit(global_pool_conditions=True), "global_pool_conditions is True, expected False"),
+    "order": ("full", edit(controlnet_conditioning_channel_order="brg"), "order is 'brg', expected 'rgb' or 'bgr'"),
+    "no types": ("union", edit(num_control_type=0), "num_control_type is 0"),
+    "sizes of a union": ("union", edit(num_trans_channel=320), "num_trans_channel and num_proj_channel are 320 and 64"),
+    "no config": ("full", lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+    "no weights": ("full", lambda folder: (folder / WEIGHTS).unlink(), "has no .safetensors file"),
     "half a file": (
-        lambda folder: (folder / "diffusion_pytorch_model.safetensors").write_bytes(b"\0" * 100),
-        "is not a complete safetensors file",
+        "full", lambda folder: (folder / WEIGHTS).write_bytes(b"\0" * 100), "is not a complete safetensors file"
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_refuses_a_folder_that_does_not_fit(case: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    change, message = WRONG[case]
-    folder = tmp_path / "controlnet"
-    folder.mkdir()
-    for file in folders["full"].iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    change(folder)
-    with pytest.raises(CheckpointError, match=message):
-        check_model(with_controlnet(folder), None)
+def test_refuses_a_folder_that_does_not_fit(folders: dict[str, Path], tmp_path: Path) -> None:
+    for case, (kind, change, message) in WRONG.items():
+        folder = Path(shutil.copytree(folders[kind], tmp_path / case))
+        change(folder)
+        with pytest.raises(CheckpointError, match=message):
+            check_model(with_controlnet(folder), None)
 
 
 def test_refuses_a_controlnet_of_stable_diffusion_1(tmp_path: Path) -> None:
@@ -146,24 +144,10 @@ def test_refuses_a_controlnet_of_stable_diffusion_1(tmp_path: Path) -> None:
         check_model(with_controlnet(folder), None)
 
 
-def test_refuses_union_networks_of_other_sizes(folders: dict[str, Path], tmp_path: Path) -> None:
-    for entries, message in (
-        ({"num_control_type": 0}, "num_control_type is 0"),
-        ({"num_trans_channel": 320}, "num_trans_channel and num_proj_channel are 320 and 64"),
-    ):
-        (tmp_path / "config.json").write_text((folders["union"] / "config.json").read_text())
-        edit(**entries)(tmp_path)
-        with pytest.raises(CheckpointError, match=message):
-            check_model(with_controlnet(tmp_path), None)
-
-
-@pytest.mark.parametrize("text", ["", "edges", "edges=", "=folder", "Edges=folder", "a b=folder", f"{'a' * 33}=folder"])
-def test_refuses_options_that_are_not_name_and_path(text: str) -> None:
-    with pytest.raises(CheckpointError, match="is not NAME=PATH"):
-        parse_controlnet(text)
-
-
-def test_refuses_a_name_that_is_given_twice(folders: dict[str, Path]) -> None:
+def test_refuses_invalid_and_repeated_names(folders: dict[str, Path]) -> None:
+    for text in ("", "edges", "edges=", "=folder", "Edges=folder", "a b=folder", f"{'a' * 33}=folder"):
+        with pytest.raises(CheckpointError, match="is not NAME=PATH"):
+            parse_controlnet(text)
     twice = Checkpoint(MODEL_FOLDER, controlnets=(("edges", folders["full"]), ("edges", folders["small"])))
     with pytest.raises(CheckpointError, match="Two ControlNets have the name edges"):
         check_model(twice, None)

@@ -1,6 +1,8 @@
 """IP-Adapters as networks: they compute what diffusers computes, and files that do not fit the model are refused."""
 
 import json
+import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -151,24 +153,14 @@ WRONG: dict[str, tuple[Edit, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_refuses_files_that_do_not_fit(case: str, root: Path, tmp_path: Path) -> None:
-    change, message = WRONG[case]
-    (tmp_path / "image_encoder").mkdir()
-    for file in (root / "image_encoder").iterdir():
-        (tmp_path / "image_encoder" / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "style.safetensors").write_bytes((root / "plain.safetensors").read_bytes())
-    change(tmp_path)
-    with pytest.raises(CheckpointError, match=message):
-        check_model(with_adapter(tmp_path / "style.safetensors", tmp_path / "image_encoder"), None)
-
-
-def test_refuses_a_pickle_by_name(root: Path, tmp_path: Path) -> None:
-    path = tmp_path / "ip-adapter_sdxl.bin"
-    path.write_bytes(b"\x80\x02")
-    with pytest.raises(CheckpointError, match="ip-adapter_sdxl.bin is not a .safetensors file") as error:
-        check_model(with_adapter(path, root / "image_encoder"), None)
-    assert "Use the .safetensors file of the same repository" in str(error.value)
+def test_refuses_files_that_do_not_fit(root: Path, tmp_path: Path) -> None:
+    for case, (change, message) in WRONG.items():
+        folder = tmp_path / case
+        shutil.copytree(root / "image_encoder", folder / "image_encoder")
+        shutil.copy(root / "plain.safetensors", folder / "style.safetensors")
+        change(folder)
+        with pytest.raises(CheckpointError, match=message):
+            check_model(with_adapter(folder / "style.safetensors", folder / "image_encoder"), None)
 
 
 def test_refuses_stable_diffusion_1_and_equal_names(root: Path, tmp_path: Path) -> None:
@@ -180,10 +172,10 @@ def test_refuses_stable_diffusion_1_and_equal_names(root: Path, tmp_path: Path) 
         check_model(replace(checkpoint, ip_adapters=2 * checkpoint.ip_adapters), None)
 
 
-@pytest.mark.parametrize("text", ["", "style", "style=", "=file", "Style=file", f"{'a' * 33}=file"])
-def test_refuses_options_that_are_not_name_and_path(text: str) -> None:
-    with pytest.raises(CheckpointError, match="is not NAME=PATH"):
-        parse_ip_adapters([text], [], Checkpoint(MODEL_FOLDER))
+def test_refuses_options_that_are_not_name_and_path() -> None:
+    for text in ("", "style", "style=", "=file", "Style=file", f"{'a' * 33}=file"):
+        with pytest.raises(CheckpointError, match="is not NAME=PATH"):
+            parse_ip_adapters([text], [], Checkpoint(MODEL_FOLDER))
 
 
 def test_finds_the_image_encoder(root: Path, tmp_path: Path) -> None:
@@ -204,7 +196,8 @@ def test_the_command_refuses_before_it_builds(root: Path, tmp_path: Path) -> Non
     build = ["build", str(MODEL_FOLDER), "--store", str(tmp_path / "store")]
     adapter = ["--ip-adapter", f"style={root / 'plain.bin'}"]
     pickled = CliRunner().invoke(app, [*build, *adapter])
-    assert isinstance(pickled.exception, CheckpointError) and "is not a .safetensors file" in str(pickled.exception)
+    message = "plain.bin is not a .safetensors file.*Use the .safetensors file of the same repository"
+    assert isinstance(pickled.exception, CheckpointError) and re.search(message, str(pickled.exception))
     for options, message in (
         ([*adapter, "--runtime", "tensorrt"], "is not supported for plans"),
         (["--image-encoder", str(root)], "needs --ip-adapter"),
@@ -218,10 +211,7 @@ def test_the_command_refuses_before_it_builds(root: Path, tmp_path: Path) -> Non
 
 def test_random_adapters_have_the_shapes_of_public_ones() -> None:
     plain, plus = (ip_adapter_shapes(kind) for kind in IP_ADAPTER_KINDS)
-    assert plain["image_proj.proj.weight"] == (8192, 1024)
-    assert plus["image_proj.latents"] == (1, 16, 1280)
+    assert plain["image_proj.proj.weight"] == (8192, 1024) and plus["image_proj.latents"] == (1, 16, 1280)
     for shapes in (plain, plus):
         numbers = {int(name.split(".")[1]) for name in shapes if name.startswith("ip_adapter.")}
         assert numbers == set(range(1, 140, 2))  # 70 cross-attentions
-        assert shapes["ip_adapter.1.to_k_ip.weight"] == (640, 2048)
-        assert shapes["ip_adapter.139.to_k_ip.weight"] == (1280, 2048)

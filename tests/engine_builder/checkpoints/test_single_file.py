@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
 from engine_builder.checkpoints.find import find_checkpoints
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError, weight_files
-from engine_builder.commands.main import app
 from tests.support.repository import MODEL_FOLDER
 
 UNET = "model.diffusion_model.input_blocks.0.0.weight"
@@ -43,25 +41,23 @@ def command_of(remedy: str) -> tuple[str, str]:
     return imported.names[0].name, ast.unparse(loaded)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("sdxl", "StableDiffusionXLPipeline"),
-        ("vpred", "StableDiffusionXLPipeline"),
-        ("inpaint", "StableDiffusionXLInpaintPipeline"),
-        ("sd", "StableDiffusionPipeline"),
-    ],
-)
-def test_single_file_checkpoint_is_named_as_such(name: str, kind: str, tmp_path: Path) -> None:
-    path = write(tmp_path, name)
-    for model in (path, tmp_path):  # the file, or its folder
-        result = CliRunner().invoke(app, ["build", str(model), "--store", str(tmp_path / "store")])
-        assert isinstance(result.exception, CheckpointError)
-        assert f"{path} is a single-file checkpoint" in str(result.exception)
-        class_name, call = command_of(result.exception.remedy)
-        assert class_name == kind and f"from_single_file('{path}').save_pretrained('FOLDER')" in call
-        marks = '"prediction_type": "v_prediction" and "rescale_betas_zero_snr": true in FOLDER/scheduler'
-        assert (marks in result.exception.remedy) == (name == "vpred")
+def test_single_file_checkpoint_is_named_as_such(tmp_path: Path) -> None:
+    for name, kind in {
+        "sdxl": "StableDiffusionXLPipeline",
+        "vpred": "StableDiffusionXLPipeline",
+        "inpaint": "StableDiffusionXLInpaintPipeline",
+        "sd": "StableDiffusionPipeline",
+    }.items():
+        (tmp_path / name).mkdir()
+        path = write(tmp_path / name, name)
+        for model in (path, path.parent):  # the file, or its folder
+            with pytest.raises(CheckpointError) as refused:
+                find_checkpoints(str(model), None)
+            assert f"{path} is a single-file checkpoint" in str(refused.value)
+            class_name, call = command_of(refused.value.remedy)
+            assert class_name == kind and f"from_single_file('{path}').save_pretrained('FOLDER')" in call
+            marks = '"prediction_type": "v_prediction" and "rescale_betas_zero_snr": true in FOLDER/scheduler'
+            assert (marks in refused.value.remedy) == (name == "vpred")
 
 
 def test_pickled_checkpoint_is_refused_unopened(tmp_path: Path) -> None:
@@ -81,18 +77,15 @@ def test_single_file_vae_is_named_as_such(tmp_path: Path) -> None:
         assert class_name == "AutoencoderKL" and f"config='{MODEL_FOLDER}', subfolder='vae'" in call
 
 
-@pytest.mark.parametrize(
-    ("name", "words"), [("vae", "is not a whole model: its tensors are decoder"), ("lora", "is a LoRA adapter. Add it")]
-)
-def test_other_files_are_named_as_such(name: str, words: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=words):
-        find_checkpoints(str(write(tmp_path, name)), None)
-
-
-def test_file_of_a_folder_names_the_folder() -> None:
-    path = MODEL_FOLDER / "unet" / "diffusion_pytorch_model.safetensors"
-    with pytest.raises(CheckpointError, match=rf"Name the folder {path.parent}\.$"):
-        find_checkpoints(str(path), None)
+def test_other_files_are_named_as_such(tmp_path: Path) -> None:
+    unet = MODEL_FOLDER / "unet" / "diffusion_pytorch_model.safetensors"
+    for path, words in (
+        (write(tmp_path, "vae"), "is not a whole model: its tensors are decoder"),
+        (write(tmp_path, "lora"), "is a LoRA adapter. Add it"),
+        (unet, rf"Name the folder {unet.parent}\.$"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            find_checkpoints(str(path), None)
 
 
 @pytest.mark.parametrize(
@@ -117,15 +110,12 @@ def test_weights_of_another_name_can_be_renamed(names: list[str], remedy: str, t
         assert weight_files(Checkpoint(tmp_path), "unet")
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ('{"steps": 4,}', "is not JSON: .* line 1 .*Correct the file, or download the model again."),
-        ("[]", "is not a JSON object. Correct the file"),
-    ],
-)
-def test_damaged_config_can_be_corrected(text: str, words: str, tmp_path: Path) -> None:
+def test_damaged_config_can_be_corrected(tmp_path: Path) -> None:
     shutil.copytree(MODEL_FOLDER / "scheduler", tmp_path / "scheduler")
-    (tmp_path / "scheduler" / "scheduler_config.json").write_text(text)
-    with pytest.raises(CheckpointError, match=words):
-        Checkpoint(tmp_path).config("scheduler", "scheduler_config.json")
+    for text, words in {
+        '{"steps": 4,}': "is not JSON: .* line 1 .*Correct the file, or download the model again.",
+        "[]": "is not a JSON object. Correct the file",
+    }.items():
+        (tmp_path / "scheduler" / "scheduler_config.json").write_text(text)
+        with pytest.raises(CheckpointError, match=words):
+            Checkpoint(tmp_path).config("scheduler", "scheduler_config.json")

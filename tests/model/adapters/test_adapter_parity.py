@@ -1,10 +1,10 @@
 """Images with LoRA adapters are those of diffusers, which loads the same files: at most 2 of 255 apart."""
 
-import logging
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,27 +25,19 @@ from tests.support.adapters import (
     CONVOLUTIONS,
     LINEARS,
     STYLES,
+    Style,
     copy_store,
     module_shapes,
     random_deltas,
     write_adapter,
 )
+from tests.support.images import largest_difference
 from tests.support.linear_networks import PLAIN
 from tests.support.reference import Reference
 from tests.support.repository import MODEL_FOLDER
 
 TOLERANCE = 2  # of 255: float32 rounding, in another order
 SPREAD = {"linears": 0.25, "convolutions": 0.14}  # of the factors: the images differ visibly, and are not noise
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quiet_diffusers() -> Iterator[None]:
-    """diffusers logs a line for each scheduler setting, and for each adapter without factors for a network."""
-    logger = logging.getLogger("diffusers")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
-    yield
-    logger.setLevel(before)
 
 
 @pytest.fixture(scope="module")
@@ -93,33 +85,31 @@ def params(*loras: tuple[str, float]) -> GenerationParams:
     )
 
 
-def difference(one: Pixels, other: Pixels) -> int:
-    assert one.shape == other.shape
-    return int(np.abs(one.astype(int) - other.astype(int)).max())
-
-
 def image(loaded: Loaded, request: GenerationParams) -> Pixels:
     [pixels], _, _ = generate(loaded.model, [request])
     return pixels
 
 
-@pytest.mark.parametrize("kind", SPREAD)
-@pytest.mark.parametrize("style", STYLES)
-def test_image_with_one_adapter_is_that_of_diffusers(
-    style: str, kind: str, adapted: Loaded, reference: Reference
-) -> None:
-    request = params((f"{style}-{kind}", 0.8))
+def marked(style: Style, kind: str) -> Any:
+    """Each style and each kind in `make test`, all pairs in `make full`."""
+    is_short = (STYLES.index(style) % 2 == 0) == (kind == "linears")
+    return pytest.param(f"{style}-{kind}", marks=() if is_short else pytest.mark.full)
+
+
+@pytest.mark.parametrize("name", [marked(style, kind) for style in STYLES for kind in SPREAD])
+def test_image_with_one_adapter_is_that_of_diffusers(name: str, adapted: Loaded, reference: Reference) -> None:
+    request = params((name, 0.8))
     generated = image(adapted, request)
-    assert difference(generated, reference.generate(request)) <= TOLERANCE
-    assert difference(generated, image(adapted, params())) > 10 * TOLERANCE
+    assert largest_difference(generated, reference.generate(request)) <= TOLERANCE
+    assert largest_difference(generated, image(adapted, params())) > 10 * TOLERANCE
 
 
 def test_image_with_three_adapters_is_that_of_diffusers(adapted: Loaded, reference: Reference) -> None:
     request = params(("kohya-linears", 0.7), ("peft-convolutions", -0.5), ("diffusers-linears", 0.4))
     generated = image(adapted, request)
-    assert difference(generated, reference.generate(request)) <= TOLERANCE
+    assert largest_difference(generated, reference.generate(request)) <= TOLERANCE
     alone = image(adapted, params(("kohya-linears", 0.7)))
-    assert difference(generated, alone) > 10 * TOLERANCE
+    assert largest_difference(generated, alone) > 10 * TOLERANCE
 
 
 def test_image_without_adapters_is_unaffected(adapted: Loaded, loaded: Loaded, reference: Reference) -> None:
@@ -127,7 +117,7 @@ def test_image_without_adapters_is_unaffected(adapted: Loaded, loaded: Loaded, r
         image(adapted, params((name, 1.0)))
     after = image(adapted, params())
     assert np.array_equal(after, image(loaded, params()))
-    assert difference(after, reference.generate(params())) <= TOLERANCE
+    assert largest_difference(after, reference.generate(params())) <= TOLERANCE
 
 
 def test_swaps_compile_nothing(adapted: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:

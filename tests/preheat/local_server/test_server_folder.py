@@ -17,35 +17,26 @@ from engine_builder.stores.store import WritableStore
 from tests.support import stub_truss
 from tests.support.waiting import eventually
 
-HOLD_FOLDER = """
-import sys
-from pathlib import Path
-from engine_builder.local_server.server_folder import server_folder
-with server_folder(Path(sys.argv[1])) as folder:
-    print(folder.path, flush=True)
-    sys.stdin.read()
-"""
-LEAVE_FOLDER_TO_A_CHILD = """
+OWN_FOLDER = """
 import os, sys
 from pathlib import Path
 from engine_builder.local_server.server_folder import server_folder
 with server_folder(Path(sys.argv[1])) as folder:
-    child = os.fork()
-    if child:
+    if sys.argv[2] == "fork" and os.fork():
         os._exit(0)
+    print(folder.path, flush=True)
     sys.stdin.read()
     os._exit(0)
 """
 
 
-def run_python(script: str, folder: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", script, str(folder)],
-        cwd=stub_truss.REPOSITORY,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+def own_folder(folder: Path, kind: str) -> tuple[subprocess.Popen[str], Path]:
+    """Start a process that has a server's folder. `kind`: fork, to leave it to a child, or hold."""
+    command = [sys.executable, "-c", OWN_FOLDER, str(folder), kind]
+    pipe = subprocess.PIPE
+    owner = subprocess.Popen(command, cwd=stub_truss.REPOSITORY, stdin=pipe, stdout=pipe, text=True)
+    assert owner.stdout is not None
+    return owner, Path(owner.stdout.readline().strip())
 
 
 def folders(parent: Path) -> set[Path]:
@@ -62,9 +53,7 @@ def test_two_servers_have_two_folders(tmp_path: Path) -> None:
 
 
 def test_deletes_the_folder_of_a_killed_owner(tmp_path: Path) -> None:
-    owner = run_python(HOLD_FOLDER, tmp_path)
-    assert owner.stdout is not None
-    abandoned = Path(owner.stdout.readline().strip())
+    owner, abandoned = own_folder(tmp_path, "hold")
     with server_folder(tmp_path) as mine:
         assert folders(tmp_path) == {abandoned, mine.path}
     owner.kill()
@@ -76,9 +65,8 @@ def test_deletes_the_folder_of_a_killed_owner(tmp_path: Path) -> None:
 
 def test_running_server_keeps_its_folder(tmp_path: Path) -> None:
     """The server's process holds the lock, too, so its folder outlives an owner that was killed."""
-    owner = run_python(LEAVE_FOLDER_TO_A_CHILD, tmp_path)
+    owner, running = own_folder(tmp_path, "fork")
     owner.wait()
-    [running] = folders(tmp_path)
     with server_folder(tmp_path):
         assert running.exists()
     owner.communicate("")  # ends the child

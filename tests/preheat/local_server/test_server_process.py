@@ -184,6 +184,7 @@ def test_reports_a_server_that_is_killed_while_it_loads(tmp_path: Path) -> None:
     assert "Loading truss model from file." in messages and "Executing model.load()" in log.read_text()
 
 
+@pytest.mark.full
 def test_stops_a_server_that_is_not_ready_in_time(tmp_path: Path) -> None:
     with Server(stub_truss.make_layout(tmp_path, SLOW)) as server:
         pid = server.pid
