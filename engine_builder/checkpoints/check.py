@@ -10,7 +10,6 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
 from engine_builder.checkpoints.folder import (
@@ -19,6 +18,7 @@ from engine_builder.checkpoints.folder import (
     CheckpointError,
     read_json,
     read_small_file,
+    read_tensor_shapes,
     weight_files,
 )
 from engine_builder.checkpoints.tokenizers import export_tokenizer
@@ -121,13 +121,7 @@ def read_shapes(checkpoint: Checkpoint, subfolder: str) -> Shapes:
         size = path.stat().st_size
         if size > _WEIGHTS_LIMIT:
             raise CheckpointError(f"{path} has {size:,} bytes, more than {_WEIGHTS_LIMIT:,}.", DOWNLOAD_AGAIN)
-        try:
-            # The library checks that the header's tensors fill the file. It maps the file and reads no tensor.
-            with safe_open(path, framework="pt") as file:
-                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
-        except (SafetensorError, OSError, ValueError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise CheckpointError(f"{path} is not a complete safetensors file ({reason}).", DOWNLOAD_AGAIN) from error
+        shapes |= read_tensor_shapes(path)
     return shapes
 
 

@@ -1,13 +1,18 @@
 """Check that a folder holds a ControlNet of a model's UNet, by its config.json alone."""
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engine_builder.checkpoints.folder import FAMILY_TITLES, Checkpoint, CheckpointConfig, CheckpointError
+from engine_builder.checkpoints.folder import (
+    FAMILY_TITLES,
+    Checkpoint,
+    CheckpointConfig,
+    CheckpointError,
+    parse_named_path,
+)
 from model.pipeline.spec import CONTROLNET
-from model.validation import COMPONENT_NAME, MAX_CONTROL_TYPES
+from model.validation import MAX_CONTROL_TYPES
 
 CLASSES = ("ControlNetModel", "ControlNetUnionModel")
 _CONTROLNET_REMEDY = "Name the folder of a ControlNet in diffusers' layout that was trained for this model."
@@ -24,14 +29,7 @@ _OF_UNET: dict[str, Any] = {
 
 def parse_controlnet(text: str) -> tuple[str, Path]:
     """Parse "NAME=PATH". Raises CheckpointError."""
-    name, separator, path = text.partition("=")
-    if not separator or not re.fullmatch(COMPONENT_NAME, name) or not path:
-        raise CheckpointError(
-            f"{text!r:.80} is not NAME=PATH.",
-            "Give a name of lower-case letters, digits, - and _ (at most 32) and a folder, for example "
-            "canny=models/controlnet-canny.",
-        )
-    return name, Path(path)
+    return parse_named_path(text, "folder", "canny=models/controlnet-canny")
 
 
 def check_controlnets(base: Checkpoint) -> None:

@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from engine_builder.checkpoints.presets import Preset
 from engine_builder.files import read_file
 from model.engines.signatures import Widths
 from model.errors import PreheatError
 from model.pipeline.spec import CONTROLNET, IMAGE_ENCODER, SAFETY_CHECKER
 from model.store.manifest import Family
+from model.validation import COMPONENT_NAME
 
 DOWNLOAD_AGAIN = "Download the model again, completely."
 _CORRECT = "Correct the file, or download the model again."
@@ -203,6 +206,30 @@ class Checkpoint:
     def size_step(self) -> int:
         """Return the pixels that height and width must be multiples of. Each UNet level halves the latents."""
         return self.widths().vae_scale << (self.config("unet").levels() - 1)
+
+
+def parse_named_path(text: str, kind: str, example: str) -> tuple[str, Path]:
+    """Parse "NAME=PATH". `kind`: what the path names, for the remedy. Raises CheckpointError."""
+    name, separator, path = text.partition("=")
+    if not separator or not re.fullmatch(COMPONENT_NAME, name) or not path:
+        raise CheckpointError(
+            f"{text!r:.80} is not NAME=PATH.",
+            f"Give a name of lower-case letters, digits, - and _ (at most 32) and a {kind}, for example {example}.",
+        )
+    return name, Path(path)
+
+
+def read_tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a safetensors file's tensors by name. Raises CheckpointError for an incomplete file.
+
+    The library checks that the header's tensors fill the file. It maps the file and reads no tensor.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+    except (SafetensorError, OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{path} is not a complete safetensors file ({reason}).", DOWNLOAD_AGAIN) from error
 
 
 def read_json(path: Path) -> Any:

@@ -4,7 +4,6 @@ The kinds that are read are those whose features come from a CLIP image encoder:
 This module reads headers only, except for `AdapterFile.tensors`.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,10 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
-from engine_builder.checkpoints.folder import DOWNLOAD_AGAIN, FAMILY_TITLES, Checkpoint, CheckpointError, IpAdapterFiles
-from model.validation import COMPONENT_NAME, MAX_IP_ADAPTERS
+from engine_builder.checkpoints.folder import (
+    FAMILY_TITLES,
+    Checkpoint,
+    CheckpointError,
+    IpAdapterFiles,
+    parse_named_path,
+    read_tensor_shapes,
+)
+from model.validation import MAX_IP_ADAPTERS
 
 REMEDY = (
     "Name an IP-Adapter for Stable Diffusion XL whose features come from a CLIP image encoder: plain, plus or face."
@@ -78,14 +84,7 @@ def parse_ip_adapters(texts: Sequence[str], encoders: Sequence[str], base: Check
         )
     files = []
     for index, text in enumerate(texts):
-        name, separator, path_text = text.partition("=")
-        if not separator or not re.fullmatch(COMPONENT_NAME, name) or not path_text:
-            raise CheckpointError(
-                f"{text!r:.80} is not NAME=PATH.",
-                "Give a name of lower-case letters, digits, - and _ (at most 32) and a file, for example "
-                "plus=models/ip-adapter-plus_sdxl_vit-h.safetensors.",
-            )
-        path = Path(path_text)
+        name, path = parse_named_path(text, "file", "plus=models/ip-adapter-plus_sdxl_vit-h.safetensors")
         encoder = Path(encoders[index % len(encoders)]) if encoders else _find_encoder(path, base)
         files.append(IpAdapterFiles(name, path, encoder))
     return tuple(files)
@@ -133,13 +132,8 @@ def open_adapter(files: IpAdapterFiles) -> AdapterFile:
             f"{path} is not a .safetensors file. Other formats are not read: opening a .bin file can run its code.",
             "Use the .safetensors file of the same repository, or convert the file on a machine that may run its code.",
         )
-    try:
-        with safe_open(path, framework="pt") as file:
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
-    except (SafetensorError, OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise CheckpointError(f"{path} is not a complete safetensors file ({reason}).", DOWNLOAD_AGAIN) from error
-    shapes = {name: shape for name, shape in shapes.items() if name.startswith(("image_proj.", "ip_adapter."))}
+    parts = ("image_proj.", "ip_adapter.")
+    shapes = {name: shape for name, shape in read_tensor_shapes(path).items() if name.startswith(parts)}
     if any("perceiver_resampler" in name or name == "image_proj.norm.weight" for name in shapes) and (
         "image_proj.proj.weight" not in shapes
     ):

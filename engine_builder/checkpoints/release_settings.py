@@ -1,6 +1,7 @@
 """Read a checkpoint's facts, noise schedules, request defaults and tokenizers for a release. Loads no weights."""
 
 import math
+from dataclasses import asdict
 from typing import Any
 
 from engine_builder.checkpoints.folder import FAMILY_TITLES, Checkpoint, CheckpointError
@@ -178,11 +179,5 @@ def write_tokenizers(base: Checkpoint, store: WritableStore) -> dict[str, Tokeni
     records = {}
     for name in tokenizers_of(base.family):
         data, settings = export_tokenizer(base.root / name)
-        records[name] = TokenizerRecord(
-            blob=Blob(sha256=store.put_bytes(data), bytes=len(data)),
-            max_length=settings.max_length,
-            pad_token_id=settings.pad_token_id,
-            bos_token_id=settings.bos_token_id,
-            eos_token_id=settings.eos_token_id,
-        )
+        records[name] = TokenizerRecord(blob=Blob(sha256=store.put_bytes(data), bytes=len(data)), **asdict(settings))
     return records

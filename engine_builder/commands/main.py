@@ -67,29 +67,9 @@ app = typer.Typer(
 )
 app.add_typer(bench_app)
 for command in (
-    build,
-    calibrate,
-    check_config,
-    check_fp8,
-    export_onnx,
-    report,
-    load,
-    gateway,
-    playground,
-    plan_replicas,
-    keygen,
-    publish,
-    add_embedding,
-    add_lora,
-    releases,
-    verify,
-    copy,
-    gc,
-    export_triton,
-    triton_client,
-    generate,
-    save,
-):
+    build, calibrate, check_config, check_fp8, export_onnx, report, load, gateway, playground, plan_replicas, keygen,
+    publish, add_embedding, add_lora, releases, verify, copy, gc, export_triton, triton_client, generate, save,
+):  # fmt: skip
     app.command()(command)
 
 
