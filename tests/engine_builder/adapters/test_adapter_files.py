@@ -118,13 +118,9 @@ def test_reads_keys_of_each_program(
         assert file.warnings == (), program
 
 
-def test_reads_lycoris_keys_of_a_unet(deltas: dict[str, Delta], layers: dict[str, Layer], tmp_path: Path) -> None:
-    unet = {name: delta for name, delta in deltas.items() if name.startswith("unet.")}
-    path = write(tmp_path / "a.safetensors", unet, lambda name: prefixes("lycoris.", "", "")(name).replace(".", "_"))
-    assert_equal(read_factors(open_adapter(path), layers), unet)
-
-
-def test_reads_old_attention_processors(deltas: dict[str, Delta], layers: dict[str, Layer], tmp_path: Path) -> None:
+def test_reads_lycoris_and_old_attention_processors(
+    deltas: dict[str, Delta], layers: dict[str, Layer], tmp_path: Path
+) -> None:
     chosen = {name: delta for name, delta in deltas.items() if re.search(r"attn1\.to_|self_attn", name)}
 
     def rename(name: str) -> str:
@@ -133,6 +129,9 @@ def test_reads_old_attention_processors(deltas: dict[str, Delta], layers: dict[s
 
     path = write(tmp_path / "a.safetensors", chosen, rename, ("_lora.down.weight", "_lora.up.weight"))
     assert_equal(read_factors(open_adapter(path), layers), chosen)
+    unet = {name: delta for name, delta in deltas.items() if name.startswith("unet.")}
+    path = write(tmp_path / "a.safetensors", unet, lambda name: prefixes("lycoris.", "", "")(name).replace(".", "_"))
+    assert_equal(read_factors(open_adapter(path), layers), unet)
 
 
 def test_upsampler_of_a_block_without_attention() -> None:
@@ -178,32 +177,35 @@ def test_refuses_alpha(written: Path, layers: dict[str, Layer]) -> None:
             read_factors(open_adapter(written), layers)
 
 
-@pytest.mark.parametrize("names", [["pytorch_lora_weights", "b"], ["adapter_model", "b"], ["any"], ["any", ".hidden"]])
-def test_reads_the_file_of_a_folder(names: list[str], layers: dict[str, Layer], tmp_path: Path) -> None:
+def write_folder(folder: Path, *names: str) -> Path:
+    """Write a folder with files of these names, of which the first has the keys of diffusers."""
+    folder.mkdir()
     for index, name in enumerate(names):
-        file = tmp_path / f"{name}.safetensors"
-        shutil.copy(CASES / ("lora-diffusers.safetensors" if not index else "lora-comfy.safetensors"), file)
-    assert len(read_factors(open_adapter(tmp_path), layers)) == 4
+        shutil.copy(CASES / ("lora-comfy.safetensors" if index else "lora-diffusers.safetensors"), folder / name)
+    return folder
 
 
-@pytest.mark.parametrize(
-    "names, message",
-    [
+def test_reads_the_file_of_a_folder(layers: dict[str, Layer], tmp_path: Path) -> None:
+    for stems in (("pytorch_lora_weights", "b"), ("adapter_model", "b"), ("any",), ("any", ".hidden")):
+        folder = write_folder(tmp_path / "-".join(stems), *(f"{stem}.safetensors" for stem in stems))
+        assert len(read_factors(open_adapter(folder), layers)) == 4, stems
+
+
+def test_refuses_folders(tmp_path: Path) -> None:
+    both = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
+    many = tuple(f"{index}.safetensors" for index in range(9))
+    names: tuple[str, ...]
+    for number, (names, message) in enumerate(
         (
-            ["adapter_model.safetensors", "pytorch_lora_weights.safetensors"],
-            "has several files: adapter_model.* Name one",
-        ),
-        (["a.safetensors", "b.safetensors"], "has several files: a.safetensors, b.safetensors. Name one"),
-        ([f"{index}.safetensors" for index in range(9)], "several files: 0.safetensors.* 4.safetensors and 4 more"),
-        ([], "has no safetensors file, such as adapter_model.safetensors or pytorch_lora_weights.safetensors"),
-        (["pytorch_lora_weights.bin"], "has no safetensors file.* pytorch_lora_weights.bin may hold a pickle"),
-    ],
-)
-def test_refuses_folder(names: list[str], message: str, tmp_path: Path) -> None:
-    for name in names:
-        shutil.copy(CASES / "lora-diffusers.safetensors", tmp_path / name)
-    with pytest.raises(BadAdapter, match=message):
-        open_adapter(tmp_path)
+            (both, "has several files: adapter_model.* Name one"),
+            (("a.safetensors", "b.safetensors"), "has several files: a.safetensors, b.safetensors. Name one"),
+            (many, "several files: 0.safetensors.* 4.safetensors and 4 more"),
+            ((), f"has no safetensors file, such as {both[0]} or {both[1]}"),
+            (("pytorch_lora_weights.bin",), "has no safetensors file.* pytorch_lora_weights.bin may hold a pickle"),
+        )
+    ):
+        with pytest.raises(BadAdapter, match=message):
+            open_adapter(write_folder(tmp_path / f"{number}", *names))
 
 
 WRONG_KEYS = {
@@ -251,9 +253,6 @@ def test_leaves_out_bundled_embeddings(layers: dict[str, Layer], tmp_path: Path)
     [warning] = file.warnings
     assert "preheat add-embedding" in warning and "\x1b" not in warning
     assert all(name in warning for name in ("myface", "a.b", "web", "params"))
-
-
-def test_refuses_file_with_embeddings_only(tmp_path: Path) -> None:
     save_file({"bundle_emb.myface.clip_l": torch.zeros(1, 4)}, tmp_path / "a.safetensors")
     with pytest.raises(BadAdapter, match=r"has only embeddings \(myface\)"):
         open_adapter(tmp_path / "a.safetensors")

@@ -42,50 +42,28 @@ def run(network: Network, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return outputs
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_computes_what_diffusers_computes(kind: controlnets.Kind, folders: dict[str, Path]) -> None:
-    """The residuals of a ControlNet, and the noise that a UNet with these residuals predicts."""
-    checkpoint = with_controlnet(folders[kind])
+def test_computes_what_diffusers_computes(folders: dict[str, Path]) -> None:
+    """The residuals of a ControlNet whose first levels have no transformers. Images are tested with the others."""
+    checkpoint = with_controlnet(folders["mid"])
     check_model(checkpoint, None)
     names = components_of_controlnets(checkpoint)
-    networks = {name: load_network(checkpoint, name, FP32) for name in (*names, "unet_time", "unet_text")}
-    assert ("controlnet_text.edges" in names) == (kind != "small")  # which has no attention to the text
-    sample = torch.randn(BATCH, 4, HEIGHT // 8, WIDTH // 8)
-    text, pooled = torch.randn(BATCH, 77, 224), torch.randn(BATCH, 128)
-    timestep = torch.tensor([500.0, 500.0])
+    networks = {name.partition(".")[0]: load_network(checkpoint, name, FP32) for name in names}
+    sample, pixels = torch.randn(BATCH, 4, HEIGHT // 8, WIDTH // 8), torch.rand(1, 3, HEIGHT, WIDTH)
+    text, pooled, timestep = torch.randn(BATCH, 77, 224), torch.randn(BATCH, 128), torch.tensor([500.0, 500.0])
     time_ids = torch.tensor([[HEIGHT, WIDTH, 0, 0, HEIGHT, WIDTH]] * BATCH, dtype=torch.float32)
-    pixels = torch.rand(1, 3, HEIGHT, WIDTH)
-    control_type = torch.tensor([[0.0, 1.0, 0.0]])
-    of_union = kind == "union"
-    [control] = run(networks["controlnet_image.edges"], pixels, *([control_type] if of_union else []))
-    types = [control_type.expand(BATCH, -1)] if of_union else []
-    [time_embeds] = run(networks["controlnet_time.edges"], timestep, pooled, time_ids, *types)
-    keys_values = run(networks["controlnet_text.edges"], text) if kind != "small" else ()
-    scale = torch.tensor([[0.7], [0.0]])
-    controls = control.expand(BATCH, -1, -1, -1)
-    residuals = run(networks["controlnet.edges"], sample, time_embeds, *keys_values, controls, scale)
-
+    [control] = run(networks["controlnet_image"], pixels)
+    [time_embeds] = run(networks["controlnet_time"], timestep, pooled, time_ids)
+    keys_values = run(networks["controlnet_text"], text)
+    scale, controls = torch.tensor([[0.7], [0.0]]), control.expand(BATCH, -1, -1, -1)
+    residuals = run(networks["controlnet"], sample, time_embeds, *keys_values, controls, scale)
+    reference: Any = diffusers.ControlNetModel.from_pretrained(folders["mid"])
     added = {"text_embeds": pooled, "time_ids": time_ids}
-    library: Any = diffusers.ControlNetUnionModel if of_union else diffusers.ControlNetModel
-    reference = library.from_pretrained(folders[kind])
-    images = pixels.expand(BATCH, -1, -1, -1)
-    arguments: dict[str, Any] = {"controlnet_cond": images, "conditioning_scale": 0.7}
-    if of_union:
-        arguments = {"controlnet_cond": [images], "control_type": types[0], "control_type_idx": [1]}
-        arguments["conditioning_scale"] = [0.7]
+    arguments = {"controlnet_cond": pixels.expand(BATCH, -1, -1, -1), "conditioning_scale": 0.7}
     with torch.inference_mode():
         down, middle = reference(sample, timestep, text, added_cond_kwargs=added, return_dict=False, **arguments)
-        for residual, expected in zip(residuals, [*down, middle], strict=True):
-            torch.testing.assert_close(residual[:1], expected[:1], rtol=1e-4, atol=1e-4)
-            assert not residual[1].any()  # scale 0
-        unet = diffusers.UNet2DConditionModel.from_pretrained(MODEL_FOLDER / "unet")
-        [noise] = unet(
-            sample, timestep, text, added_cond_kwargs=added, return_dict=False,
-            down_block_additional_residuals=residuals[:-1], mid_block_additional_residual=residuals[-1],
-        )  # fmt: skip
-    embeds = run(networks["unet_time"], timestep, pooled, time_ids)
-    [predicted] = run(networks["unet_controlled"], sample, *embeds, *run(networks["unet_text"], text), *residuals)
-    torch.testing.assert_close(predicted, noise, rtol=1e-4, atol=1e-4)
+    for residual, expected in zip(residuals, [*down, middle], strict=True):
+        torch.testing.assert_close(residual[:1], expected[:1], rtol=1e-4, atol=1e-4)
+        assert not residual[1].any()  # scale 0
 
 
 def test_an_image_that_does_not_use_a_network_is_unaffected_by_nan(folders: dict[str, Path]) -> None:

@@ -88,26 +88,27 @@ def test_other_files_are_named_as_such(tmp_path: Path) -> None:
             find_checkpoints(str(path), None)
 
 
-@pytest.mark.parametrize(
-    ("names", "remedy"),
-    [
-        (["sdxl_lightning_4step_unet.safetensors"], "Rename sdxl_lightning_4step_unet.safetensors to {}."),
-        (["model.safetensors"], "Rename model.safetensors to {}."),
-        (["a.safetensors", "b.safetensors"], "Rename the file of this network to {}."),
-        (["diffusion_pytorch_model.bin"], "Load the model in diffusers and write it with save_pretrained"),
-        ([], "Download the model again, completely."),
-    ],
-)
-def test_weights_of_another_name_can_be_renamed(names: list[str], remedy: str, tmp_path: Path) -> None:
-    (tmp_path / "unet").mkdir()
-    for name in names:
-        (tmp_path / "unet" / name).touch()
-    with pytest.raises(CheckpointError) as refused:
-        weight_files(Checkpoint(tmp_path), "unet")
-    assert remedy.format("diffusion_pytorch_model.safetensors") in refused.value.remedy
-    if len(names) == 1 and names[0].endswith(".safetensors"):
-        (tmp_path / "unet" / names[0]).rename(tmp_path / "unet" / "diffusion_pytorch_model.safetensors")
-        assert weight_files(Checkpoint(tmp_path), "unet")
+def test_weights_of_another_name_can_be_renamed(tmp_path: Path) -> None:
+    right = "diffusion_pytorch_model.safetensors"
+    names: tuple[str, ...]
+    for number, (names, remedy) in enumerate(
+        (
+            (("model.safetensors",), f"Rename model.safetensors to {right}."),
+            (("a.safetensors", "b.safetensors"), f"Rename the file of this network to {right}."),
+            (("diffusion_pytorch_model.bin",), "Load the model in diffusers and write it with save_pretrained"),
+            ((), "Download the model again, completely."),
+        )
+    ):
+        folder = tmp_path / f"{number}" / "unet"
+        folder.mkdir(parents=True)
+        for name in names:
+            (folder / name).touch()
+        with pytest.raises(CheckpointError) as refused:
+            weight_files(Checkpoint(folder.parent), "unet")
+        assert remedy in refused.value.remedy
+        if "Rename" in remedy:
+            (folder / names[0]).rename(folder / right)
+            assert weight_files(Checkpoint(folder.parent), "unet")
 
 
 def test_damaged_config_can_be_corrected(tmp_path: Path) -> None:

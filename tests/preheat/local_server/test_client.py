@@ -17,79 +17,79 @@ DEPLOYED = "https://model-x.api.baseten.co"
 UNUSED_URL = "http://127.0.0.1:9"  # the port of the discard service, which does not run
 
 
-@pytest.mark.parametrize(
-    ("url", "message"),
-    [
-        ("http://localhost:80a", "is not the URL of a server: Port"),
-        ("http://[x", "is not the URL of a server: Invalid IPv6 URL. Give"),
-        ("ftp://127.0.0.1", "is not the URL of a server. Give a URL like"),
-        ("http://127.0.0.1/?x=1", "it has a query"),
-        ("http://name:geheim@127.0.0.1", "The URL has a user name or a password"),
-        ("https://model-x.api.baseten.co", "is not the https URL of a deployment's predict. Give one like"),
-        ("http://model-x.api.baseten.co/production/predict", "is not the https URL of a deployment's predict"),
-        (f"{DEPLOYED}/production/predict", "needs an API key. Set the variable BASETEN_API_KEY"),
-    ],
-)
-def test_refuses_an_address_that_cannot_be_called(url: str, message: str) -> None:
-    with pytest.raises(BadEndpoint, match=re.escape(message)) as refusal:
-        generate(url, {"prompt": "x"}, timeout=5)
-    assert "geheim" not in str(refusal.value)
+REFUSED_URLS = [
+    ("http://localhost:80a", "is not the URL of a server: Port"),
+    ("http://[x", "is not the URL of a server: Invalid IPv6 URL. Give"),
+    ("ftp://127.0.0.1", "is not the URL of a server. Give a URL like"),
+    ("http://127.0.0.1/?x=1", "it has a query"),
+    ("http://name:geheim@127.0.0.1", "The URL has a user name or a password"),
+    ("https://model-x.api.baseten.co", "is not the https URL of a deployment's predict. Give one like"),
+    ("http://model-x.api.baseten.co/production/predict", "is not the https URL of a deployment's predict"),
+    (f"{DEPLOYED}/production/predict", "needs an API key. Set the variable BASETEN_API_KEY"),
+]
 
 
-@pytest.mark.parametrize(
-    ("url", "predict_url", "authorization"),
-    [
-        ("127.0.0.1:8080", "http://127.0.0.1:8080/v1/models/model:predict", "Bearer gateway-key"),
-        ("http://gpu-box:8090/v1/", "http://gpu-box:8090/v1/models/model:predict", "Bearer gateway-key"),
-        ("https://x/sdxl", "https://x/sdxl/v1/models/model:predict", "Bearer gateway-key"),
-        ("http://x/v1/models/model:predict?model=a", "http://x/v1/models/model:predict?model=a", "Bearer gateway-key"),
-        (f"{DEPLOYED}/production/predict", f"{DEPLOYED}/production/predict", "Api-Key baseten-key"),
-        ("https://x/environments/a/predict", "https://x/environments/a/predict", "Api-Key gateway-key"),
-        ("model-x.api.baseten.co/production/predict", f"{DEPLOYED}/production/predict", "Api-Key baseten-key"),
-    ],
-)
-def test_endpoint_of_a_url(url: str, predict_url: str, authorization: str) -> None:
+def test_refuses_an_address_that_cannot_be_called() -> None:
+    for url, message in REFUSED_URLS:
+        with pytest.raises(BadEndpoint, match=re.escape(message)) as refusal:
+            generate(url, {"prompt": "x"}, timeout=5)
+        assert "geheim" not in str(refusal.value)
+
+
+ENDPOINTS = [
+    ("127.0.0.1:8080", "http://127.0.0.1:8080/v1/models/model:predict", "Bearer gateway-key"),
+    ("http://gpu-box:8090/v1/", "http://gpu-box:8090/v1/models/model:predict", "Bearer gateway-key"),
+    ("https://x/sdxl", "https://x/sdxl/v1/models/model:predict", "Bearer gateway-key"),
+    ("http://x/v1/models/model:predict?model=a", "http://x/v1/models/model:predict?model=a", "Bearer gateway-key"),
+    (f"{DEPLOYED}/production/predict", f"{DEPLOYED}/production/predict", "Api-Key baseten-key"),
+    ("https://x/environments/a/predict", "https://x/environments/a/predict", "Api-Key gateway-key"),
+    ("model-x.api.baseten.co/production/predict", f"{DEPLOYED}/production/predict", "Api-Key baseten-key"),
+]
+
+
+def test_endpoint_of_a_url() -> None:
     variables = {"PREHEAT_API_KEY": "gateway-key\n", "BASETEN_API_KEY": "baseten-key"}
-    endpoint = parse_endpoint(url, variables=variables)
-    assert endpoint.predict_url == predict_url and endpoint.headers["Authorization"] == authorization
-    assert endpoint.exposes_key == (predict_url.startswith("http:") and "127.0.0.1" not in url)
-    named = parse_endpoint(url, "named-key", variables)
-    assert named.headers["Authorization"] == authorization.split()[0] + " named-key"
-    assert "key" not in repr(named).replace("exposes_key", "")
+    for url, predict_url, authorization in ENDPOINTS:
+        endpoint, named = (parse_endpoint(url, key, variables) for key in (None, "named-key"))
+        assert endpoint.predict_url == predict_url and endpoint.headers["Authorization"] == authorization
+        assert endpoint.exposes_key == (predict_url.startswith("http:") and "127.0.0.1" not in url)
+        assert named.headers["Authorization"] == authorization.split()[0] + " named-key"
+        assert "key" not in repr(named).replace("exposes_key", "")
 
 
-@pytest.mark.parametrize("key", ["Bearer geheim", "geheim\n1", "geh\u00e9im"])
-def test_refuses_a_key_without_showing_it(key: str) -> None:
-    with pytest.raises(BadEndpoint, match="The key in PREHEAT_API_KEY has characters") as refusal:
-        parse_endpoint("http://127.0.0.1", variables={"PREHEAT_API_KEY": key})
-    assert "geh" not in str(refusal.value)
+def test_refuses_a_key_without_showing_it() -> None:
+    for key in ("Bearer geheim", "geheim\n1", "geh\u00e9im"):
+        with pytest.raises(BadEndpoint, match="The key in PREHEAT_API_KEY has characters") as refusal:
+            parse_endpoint("http://127.0.0.1", variables={"PREHEAT_API_KEY": key})
+        assert "geh" not in str(refusal.value)
 
 
-@pytest.mark.parametrize(
-    ("status", "body", "headers", "message"),
-    [
-        (401, '{"error": "No key."}', {}, "401: No key. Check the key in"),
-        (404, '{"detail": "Not Found"}', {}, "is not the `predict` of a model: check the URL"),
-        (404, '{"error": "model not found"}', {}, "404: model not found. Check the URL, and which deployment"),
-        (429, '{"error": "Busy."}', {"Retry-After": "7"}, "429: Busy. Try again in 7 s."),
-        (301, "", {"Location": "https://y/predict"}, "redirects to https://y/predict. Give that URL."),
-        (500, "<h1>broken: geheim</h1>", {}, "500: <h1>broken: ***</h1>."),
-        (503, '{"error": "Ended.", "kind": "unavailable"}', {}, "503: Ended."),
-        (503, "", {"Retry-After": "999"}, "503: Service Unavailable. The model was not ready in time."),
-    ],
-)
-def test_refusals_of_a_deployed_model(status: int, body: str, headers: dict[str, str], message: str) -> None:
-    with ScriptedServer(lambda number, request: Answer(status, body.encode(), headers)) as server:
-        with pytest.raises(CallFailed) as failure:
-            generate(parse_endpoint(server.url, "geheim"), {"prompt": "x"}, timeout=60)
-    assert message in str(failure.value) and failure.value.status == status
-    assert "geheim" not in str(failure.value) and len(server.headers) == 1
+REFUSALS: list[tuple[int, str, dict[str, str], str]] = [
+    (401, '{"error": "No key."}', {}, "401: No key. Check the key in"),
+    (404, '{"detail": "Not Found"}', {}, "is not the `predict` of a model: check the URL"),
+    (404, '{"error": "model not found"}', {}, "404: model not found. Check the URL, and which deployment"),
+    (429, '{"error": "Busy."}', {"Retry-After": "7"}, "429: Busy. Try again in 7 s."),
+    (301, "", {"Location": "https://y/predict"}, "redirects to https://y/predict. Give that URL."),
+    (500, "<h1>broken: geheim</h1>", {}, "500: <h1>broken: ***</h1>."),
+    (503, '{"error": "Ended.", "kind": "unavailable"}', {}, "503: Ended."),
+    (503, "", {"Retry-After": "999"}, "503: Service Unavailable. The model was not ready in time."),
+]
 
 
-@pytest.mark.parametrize("status", [502, 503, 504])
-def test_waits_for_a_model_that_is_starting(status: int) -> None:
+def test_refusals_of_a_deployed_model() -> None:
+    answers = [Answer(status, body.encode(), headers) for status, body, headers, _ in REFUSALS]
+    with ScriptedServer(lambda number, request: answers[number]) as server:
+        for number, (status, _, _, message) in enumerate(REFUSALS, 1):
+            with pytest.raises(CallFailed) as failure:
+                generate(parse_endpoint(server.url, "geheim"), {"prompt": "x"}, timeout=60)
+            assert message in str(failure.value) and failure.value.status == status
+            assert "geheim" not in str(failure.value) and len(server.headers) == number
+
+
+def test_waits_for_a_model_that_is_starting() -> None:
     lines = b'{"event": "image", "index": 0, "data": ""}\n{"event": "done"}\n'
-    answers = [Answer(status, b"upstream is starting", {"Retry-After": "0"})] * 2 + [Answer(200, lines)]
+    answers = [Answer(status, b"upstream is starting", {"Retry-After": "0"}) for status in (502, 504)]
+    answers.append(Answer(200, lines))
     events: list[dict[str, object]] = []
     with ScriptedServer(lambda number, request: answers[number]) as server:
         generate(parse_endpoint(server.url, "geheim"), {"prompt": "x"}, 60, events.append)
