@@ -26,11 +26,11 @@ PNG = base64.b64encode(b"\x89PNG\r\n\x1a\n").decode()
 
 
 class CountingServer(HttpServer):
-    """Keeps the POST requests, and answers each with `body`, which is not Preheat's."""
+    """Keeps the POST requests, and answers each with the next of `bodies`, then with {}, which is not Preheat's."""
 
     def __init__(self) -> None:
         counting = self
-        self.body = b"{}"
+        self.bodies: list[bytes] = []
         self.received: list[Any] = []
 
         class Handler(QuietHandler):
@@ -38,7 +38,7 @@ class CountingServer(HttpServer):
                 counting.received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
                 self.send_response(200)
                 self.end_headers()
-                self.wfile.write(counting.body)
+                self.wfile.write(counting.bodies.pop(0) if counting.bodies else b"{}")
 
         super().__init__(Handler)
         self.option = f"--url=http://127.0.0.1:{self.port}"
@@ -243,8 +243,8 @@ def test_generate_sends_what_is_given(sandbox: Path, server: CountingServer) -> 
     ]
 
 
-@pytest.mark.parametrize("has_stream", [True, False])
-def test_generate_writes_previews_and_describes(has_stream: bool, sandbox: Path, server: CountingServer) -> None:
+def test_generate_writes_previews_and_describes(sandbox: Path, server: CountingServer) -> None:
+    """With a stream, without one, and only the description, of which any answer is printed."""
     image = {"data": PNG, "seed": 3, "width": 8, "height": 8}
     done: dict[str, Any] = {"timings": {"steps": 1.0}, "time": 0.5, "warnings": ["a [warning]"]}
     lines = [
@@ -253,21 +253,17 @@ def test_generate_writes_previews_and_describes(has_stream: bool, sandbox: Path,
         {"event": "image", "index": 0, **image},
         {"event": "done", **done},
     ]
-    if has_stream:
-        server.body = "\n".join(map(json.dumps, lines)).encode()
-        option = "--previews=p.jpg"
-    else:
-        server.body = json.dumps({**done, "data": PNG, "images": [image]}).encode()
-        option = "--no-stream"
-    made, described = commands.run(
-        sandbox, [Invocation(["generate", server.option, *args]) for args in ([option, "x"], ["--describe"])]
-    )
-    assert made["status"] == 0 and "a [warning]" in made["stdout"], made
-    assert ("Step 2 of 2: p.jpg" in made["stderr"]) == (sandbox / "work" / "p.jpg").is_file() == has_stream
-    assert (sandbox / "work" / "image.png").read_bytes() == base64.b64decode(PNG)
+    whole = json.dumps({**done, "data": PNG, "images": [image]}).encode()
+    server.bodies = ["\n".join(map(json.dumps, lines)).encode(), whole, whole]
+    options = (["--previews=p.jpg", "--out=a.png", "x"], ["--no-stream", "--out=b.png", "x"], ["--describe"])
+    cases = [Invocation(["generate", server.option, *args]) for args in options]
+    streamed, waited, described = commands.run(sandbox, cases)
+    for result, name in ((streamed, "a.png"), (waited, "b.png")):
+        assert result["status"] == 0 and "a [warning]" in result["stdout"], result
+        assert (sandbox / "work" / name).read_bytes() == base64.b64decode(PNG)
+    assert "Step 2 of 2: p.jpg" in streamed["stderr"] and (sandbox / "work" / "p.jpg").is_file()
     assert server.received[-1] == {"prompt": "description", "describe": True}
-    if not has_stream:
-        assert described["status"] == 0 and json.loads(described["stdout"])["time"] == 0.5
+    assert described["status"] == 0 and json.loads(described["stdout"])["time"] == 0.5
 
 
 def test_saves_the_images_that_it_can(sandbox: Path, server: CountingServer) -> None:
@@ -276,7 +272,8 @@ def test_saves_the_images_that_it_can(sandbox: Path, server: CountingServer) -> 
     folder.mkdir()
     (folder / "x.png").write_bytes(b"before")
     folder.chmod(0o500)
-    server.body = f'{{"event": "image", "index": 0, "data": "{PNG}"}}\n{{"event": "done"}}\n'.encode()
+    answer = f'{{"event": "image", "index": 0, "data": "{PNG}"}}\n{{"event": "done"}}\n'
+    server.bodies = [answer.encode()]
     generate = Invocation(["generate", server.option, "x"])
     predicted = f'Calling predict on development deployment of model...\n{{"data": "{PNG}"}}\n'  # by `truss predict`
     saved = Invocation(["save", f"--out={folder}/x.png"], predicted.encode())

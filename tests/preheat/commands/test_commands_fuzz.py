@@ -23,8 +23,8 @@ from tests.support.odd_files import NAMES, NUMBERS, SIZES, TEXTS, URLS, OddFiles
 
 SEED = 20
 ENDLESS_FILE = "/dev/zero"  # the one process limits its memory, a process of its own does not
-SHORT_COMMANDS = ("generate", "releases", "keygen")  # of the fast ones, in `make test`
-FAST_COMMANDS = (*SHORT_COMMANDS, "publish", "add-embedding", "add-lora", "verify", "copy", "gc", "save")
+SHORT_COMMANDS = ("generate", "releases")  # of the fast ones, in `make test`
+FAST_COMMANDS = (*SHORT_COMMANDS, "keygen", "publish", "add-embedding", "add-lora", "verify", "copy", "gc", "save")
 FAST_COMMANDS += ("plan-replicas", "serve", "gateway")
 Values = Sequence[str]
 

@@ -116,6 +116,7 @@ def test_two_servers_keep_their_files_and_logs(tmp_path: Path) -> None:
     assert all("Completed model.load()" in log.read_text() for log in logs)
 
 
+@pytest.mark.full
 def test_second_serve_command_on_a_port_is_refused(store: WritableStore, release: str) -> None:
     """The first one still answers, so it has its files."""
     with socket.socket() as probe:

@@ -100,6 +100,11 @@ def test_listens_on_one_address_only(server: Server) -> None:
         socket.create_connection(("127.0.0.2", server.port), timeout=5)
 
 
+def test_refuses_the_port_of_another_server(server: Server, layout: Layout) -> None:
+    with pytest.raises(ServerFailed, match=f"Port {server.port} of 127.0.0.1 is taken"):
+        Server(layout, port=server.port).start()
+
+
 def test_environment_is_the_images_and_passed_variables(server: Server) -> None:
     env = predict(server)["env"]
     expected = {"FROM_CONFIG": "config", "PREHEAT_STORE": "host", "PREHEAT_RELEASE": "argument"}
