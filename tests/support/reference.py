@@ -1,8 +1,10 @@
 """Reference images: diffusers' own pipelines, in float32 on the CPU."""
 
 import json
+import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -29,12 +31,33 @@ PIPELINES: dict[str, dict[Kind, Any]] = {
         "inpaint": diffusers.StableDiffusionInpaintPipeline,
     },
 }
+CONTROLLED: dict[str, dict[Kind, Any]] = {
+    "ControlNetModel": {
+        "text to image": diffusers.StableDiffusionXLControlNetPipeline,
+        "image to image": diffusers.StableDiffusionXLControlNetImg2ImgPipeline,
+        "inpaint": diffusers.StableDiffusionXLControlNetInpaintPipeline,
+    },
+    "ControlNetUnionModel": {
+        "text to image": diffusers.StableDiffusionXLControlNetUnionPipeline,
+        "image to image": diffusers.StableDiffusionXLControlNetUnionImg2ImgPipeline,
+        "inpaint": diffusers.StableDiffusionXLControlNetUnionInpaintPipeline,
+    },
+}
 
 
 class Reference:
-    """The pipelines of a model folder and of its refiner's, if it has one."""
+    """The pipelines of a model folder and of its refiner's, if it has one.
 
-    def __init__(self, folder: Path) -> None:
+    controlnets, ip_adapters: folders and files by name. image_encoder: the folder of the IP-Adapters' encoder.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        controlnets: Mapping[str, Path] | None = None,
+        ip_adapters: Mapping[str, Path] | None = None,
+        image_encoder: Path | None = None,
+    ) -> None:
         name = json.loads((folder / "model_index.json").read_text())["_class_name"]
         kinds = next(kinds for kinds in PIPELINES.values() if name in [kind.__name__ for kind in kinds.values()])
         base = _pipeline(kinds["text to image"], folder)
@@ -47,6 +70,15 @@ class Reference:
         self._is_edm = type(base.scheduler).__name__.startswith("EDM")
         self._scheduler_config = dict(base.scheduler.config)
         self._has_loras = False
+        self._controlnets = {name: _controlnet(path) for name, path in (controlnets or {}).items()}
+        self._ip_adapters = dict(ip_adapters or {})
+        if image_encoder is not None:
+            from transformers import CLIPImageProcessorPil, CLIPVisionModelWithProjection
+
+            encoder: Any = CLIPVisionModelWithProjection.from_pretrained(image_encoder)
+            side = encoder.config.image_size
+            processor = CLIPImageProcessorPil(size=side, crop_size=side)
+            self._encoder = {"image_encoder": encoder, "feature_extractor": processor}
 
     def load_lora(self, name: str, path: Path) -> None:
         """Load an adapter of a file. Requests that name it use it; see `generate`."""
@@ -61,14 +93,35 @@ class Reference:
         Base and refiner run as diffusers documents for the ensemble of experts: denoising_end, denoising_start. Several
         masks are several calls, each with the 8-bit result of the one before.
         """
-        # diffusers creates NumPy arrays in a way that NumPy has deprecated.
-        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        with _quiet(), self._with_image_prompts(params):
             image = params.image
             self._select_adapters(params)
             for of_pass in params.passes():
                 image = self._generate(of_pass, image)
             assert image is not None
             return image
+
+    @contextmanager
+    def _with_image_prompts(self, params: GenerationParams) -> Iterator[None]:
+        """Load the IP-Adapters of a request. All pipelines share the UNet that they change."""
+        if not params.image_prompts:
+            yield
+            return
+        for pipeline in self._base.values():
+            pipeline.register_modules(**self._encoder)
+        base = self._base["text to image"]
+        paths = [self._ip_adapters[prompt.name] for prompt in params.image_prompts]
+        base.load_ip_adapter(
+            [str(path.parent) for path in paths],
+            subfolder=[""] * len(paths),
+            weight_name=[path.name for path in paths],
+            image_encoder_folder=None,
+        )
+        base.set_ip_adapter_scale([prompt.scale for prompt in params.image_prompts])
+        try:
+            yield
+        finally:
+            base.unload_ip_adapter()
 
     def _select_adapters(self, params: GenerationParams) -> None:
         """Switch on the adapters of a request. All pipelines share the networks that they change."""
@@ -81,7 +134,7 @@ class Reference:
 
     def generate_from(self, params: GenerationParams, embeds: dict[str, torch.Tensor]) -> npt.NDArray[np.uint8]:
         """Return the first image of a text to image request with these embeddings in place of its prompts."""
-        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        with _quiet():
             pipeline = self._base["text to image"]
             pipeline.scheduler = self._scheduler(params.scheduler)
             images = pipeline(
@@ -118,7 +171,7 @@ class Reference:
         if params.masks:
             kind = refining_kind = "inpaint"
             mask = {"mask_image": Image.fromarray(params.masks[0].levels), **size}
-        pipeline = self._base[kind]
+        pipeline = self._controlled(kind, params) if params.controls else self._base[kind]
         pipeline.scheduler = self._scheduler(params.scheduler)
         order = pipeline.scheduler.order  # the last step has one entry
         guided, steps = order * round(params.end_cfg_frac * steps), order * (steps - 1) + 1
@@ -127,7 +180,9 @@ class Reference:
             encoder = pipeline.text_encoder
             vars(encoder)["text_model"] = SimpleNamespace(final_layer_norm=encoder.final_layer_norm)
         base = {**shared, **inputs, **mask, **_guidance(params, guided, steps, kind, self._is_sdxl)}
-        base |= self._image_prompt_arguments(params)
+        base |= self._control_arguments(kind, params) if params.controls else {}
+        if params.image_prompts:
+            base["ip_adapter_image"] = [[Image.fromarray(one) for one in use.levels] for use in params.image_prompts]
         if not params.use_refiner:
             return _pixels(pipeline(**base, output_type="np").images)
         refining = self._refiner[refining_kind]
@@ -138,10 +193,21 @@ class Reference:
         refiner = {**shared, **mask, **_guidance(params, guided - done, steps - done, refining_kind)}
         return _pixels(refining(**refiner, image=latents, denoising_start=frac, output_type="np").images)
 
-    def _image_prompt_arguments(self, params: GenerationParams) -> dict[str, Any]:
-        """Return the arguments of a base pipeline for IP-Adapters (tests/support/ip_reference.py)."""
-        assert not params.image_prompts
-        return {}
+    def _controlled(self, kind: Kind, params: GenerationParams) -> Any:
+        """Return a pipeline with the ControlNets of a request."""
+        networks = [self._controlnets[control.name] for control in params.controls]
+        return _same(CONTROLLED[type(networks[0]).__name__][kind], self._base["text to image"], _single(networks))
+
+    def _control_arguments(self, kind: Kind, params: GenerationParams) -> dict[str, Any]:
+        controls, images = params.controls, [Image.fromarray(control.levels) for control in params.controls]
+        arguments = {
+            "controlnet_conditioning_scale": _single([control.scale for control in controls]),
+            "control_guidance_start": _single([control.start for control in controls]),
+            "control_guidance_end": _single([control.end for control in controls]),
+        }
+        if controls[0].mode is not None:
+            return arguments | {"control_image": images, "control_mode": [control.mode for control in controls]}
+        return arguments | {"image" if kind == "text to image" else "control_image": _single(images)}
 
     def _scheduler(self, sampler: str) -> Any:
         scheduler, settings = (EDM_SCHEDULERS if self._is_edm else DIFFUSERS_SCHEDULERS)[sampler]
@@ -149,11 +215,35 @@ class Reference:
 
 
 def _pipeline(kind: Any, folder: Path) -> Any:
-    # Some of diffusers' schedulers create NumPy arrays in a way that NumPy has deprecated.
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+    with _quiet():
         pipeline = kind.from_pretrained(folder, dtype=torch.float32, use_safetensors=True, **_extras(kind))
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide what diffusers logs and warns about.
+
+    It logs each scheduler setting that another sampler does not have, and creates NumPy arrays in a deprecated way.
+    """
+    logger = logging.getLogger("diffusers")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+            yield
+    finally:
+        logger.setLevel(before)
+
+
+def _controlnet(folder: Path) -> Any:
+    name = json.loads((folder / "config.json").read_text())["_class_name"]
+    return getattr(diffusers, name).from_pretrained(folder)
+
+
+def _single(values: list[Any]) -> Any:
+    return values[0] if len(values) == 1 else values
 
 
 def _extras(kind: Any) -> dict[str, Any]:
@@ -161,11 +251,12 @@ def _extras(kind: Any) -> dict[str, Any]:
     return {"add_watermarker": False} if "XL" in kind.__name__ else {"requires_safety_checker": False}
 
 
-def _same(kind: Any, pipeline: Any) -> Any:
+def _same(kind: Any, pipeline: Any, controlnet: Any = None) -> Any:
     """Return another pipeline of the same networks and settings."""
     names = ("force_zeros_for_empty_prompt", "requires_aesthetics_score")
     settings = {name: pipeline.config[name] for name in names if name in pipeline.config}
-    made = kind(**pipeline.components, **_extras(kind), **settings)
+    controlled = {} if controlnet is None else {"controlnet": controlnet}
+    made = kind(**pipeline.components, **controlled, **_extras(kind), **settings)
     made.set_progress_bar_config(disable=True)
     return made
 
