@@ -1,8 +1,15 @@
-"""The schedulers of diffusers that implement our samplers, and noise schedules from configs."""
+"""The schedulers of diffusers that implement our samplers, noise schedules from configs, and a loop of each.
 
+The network of both loops is a function.
+"""
+
+import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import pytest
+import torch
 from diffusers import (
     DDIMScheduler,
     DPMSolverMultistepScheduler,
@@ -17,6 +24,7 @@ from diffusers import (
 from engine_builder.checkpoints.scheduler_config import read_scheduler_config
 from model.denoising.edm_schedule import EdmSchedule
 from model.denoising.noise_schedule import NoiseSchedule
+from model.denoising.samplers import SamplerSchedule, pad_schedules
 
 # Sampler -> class, and the settings that differ from the checkpoint's.
 DIFFUSERS_SCHEDULERS: dict[str, tuple[type, dict[str, Any]]] = {
@@ -52,3 +60,92 @@ def read_edm_schedule(config: Mapping[str, Any]) -> EdmSchedule:
     schedule = read_scheduler_config(config, "sdxl").schedule
     assert isinstance(schedule, EdmSchedule)
     return schedule
+
+
+SHAPE = (1, 4, 3, 5)
+TOLERANCE = 1e-5  # relative to the largest latent; both sides are float32
+
+
+class Inpainted(NamedTuple):
+    """The latents and noise of an image that is kept where the mask is 0."""
+
+    image: torch.Tensor
+    noise: torch.Tensor
+    mask: torch.Tensor
+
+
+def predict_noise(model_input: torch.Tensor, timestep: float) -> torch.Tensor:
+    """A prediction that depends on both arguments, differently at each position."""
+    tilt = torch.linspace(0.5, 1.5, model_input.numel()).reshape(SHAPE)
+    return 0.3 * model_input * tilt + 0.2 * float(np.sin(timestep / 7)) * tilt.flip(-1)
+
+
+def denoise(
+    schedule: SamplerSchedule,
+    latents: torch.Tensor,
+    generator: torch.Generator,
+    padding: int = 0,
+    inpainted: Inpainted | None = None,
+) -> torch.Tensor:
+    """Run the steps of the device's loop for one image, in float32, then `padding` further ones."""
+    timesteps, coefficients = pad_schedules([schedule], schedule.steps + padding)
+    previous, noise = torch.zeros(SHAPE), torch.zeros(SHAPE)
+    for i, step in enumerate(torch.from_numpy(coefficients[0])):
+        c_in, a, b, x_coef, denoised_coef, prev_coef, noise_coef, known_coef, known_noise_coef = step
+        eps = predict_noise(c_in * latents, timesteps[0, i])
+        denoised = a * latents + b * eps
+        if i < schedule.steps and schedule.draws_noise[i]:
+            noise = torch.randn(SHAPE, generator=generator)
+        latents = x_coef * latents + denoised_coef * denoised + prev_coef * previous + noise_coef * noise
+        previous = denoised
+        if inpainted is not None:
+            known = known_coef * inpainted.image + known_noise_coef * inpainted.noise
+            latents = inpainted.mask * latents + (1 - inpainted.mask) * known
+    return latents
+
+
+def denoise_with_diffusers(
+    scheduler: Any,
+    timesteps: torch.Tensor,
+    latents: torch.Tensor,
+    generator: torch.Generator,
+    inpainted: Inpainted | None = None,
+) -> torch.Tensor:
+    """Run the loop of the SDXL pipelines, with their `prepare_extra_step_kwargs`."""
+    parameters = set(inspect.signature(scheduler.step).parameters)
+    extra = {key: value for key, value in (("eta", 0.0), ("generator", generator)) if key in parameters}
+    for i, t in enumerate(timesteps):
+        eps = predict_noise(scheduler.scale_model_input(latents, t), float(t))
+        latents = scheduler.step(eps, t, latents, **extra, return_dict=False)[0]
+        if inpainted is not None:  # StableDiffusionXLInpaintPipeline.__call__, 11
+            known = inpainted.image
+            if i < len(timesteps) - 1:
+                known = scheduler.add_noise(known, inpainted.noise, torch.tensor([timesteps[i + 1]]))
+            latents = (1 - inpainted.mask) * known + inpainted.mask * latents
+    return latents
+
+
+def initial_latents(init_sigma: float, seed: int = 7) -> tuple[torch.Tensor, torch.Generator]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(SHAPE, generator=generator) * init_sigma, generator
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERANCE) -> None:
+    assert torch.isfinite(expected).all()
+    assert float((actual - expected).abs().max() / expected.abs().max()) < tolerance
+
+
+def check_denoises_alike(
+    schedule: SamplerSchedule, scheduler: Any, tolerance: float = TOLERANCE, same_noise: bool = True
+) -> None:
+    """A schedule has the timesteps and results of diffusers' scheduler, and has drawn as much noise."""
+    assert schedule.timesteps == pytest.approx(scheduler.timesteps.double().numpy(), rel=1e-5, abs=1e-6)
+    assert schedule.init_sigma == pytest.approx(float(scheduler.init_noise_sigma), rel=1e-6)
+    latents, generator = initial_latents(schedule.init_sigma)
+    result = denoise(schedule, latents, generator)
+    latents, reference_generator = initial_latents(scheduler.init_noise_sigma)
+    if hasattr(scheduler, "set_begin_index"):
+        scheduler.set_begin_index(0)
+    expected = denoise_with_diffusers(scheduler, scheduler.timesteps, latents, reference_generator)
+    assert_close(result, expected, tolerance)
+    assert not same_noise or torch.equal(generator.get_state(), reference_generator.get_state())

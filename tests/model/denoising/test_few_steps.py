@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from diffusers import StableDiffusionXLPipeline
@@ -31,25 +30,19 @@ from model.loading.target import Target, detect_targets
 from model.pipeline import spec
 from model.pipeline.guidance import embed_guidance
 from model.pipeline.loaded_model import LoadedModel
-from model.pipeline.params import GenerationParams
 from model.pipeline.text_to_image import generate
 from model.store.precision import FP16, FP32
 from tests.engine_builder.helpers import edit_json
 from tests.support import toy_sdxl
 from tests.support.components import BASE_COMPONENTS
+from tests.support.images import largest_difference
 from tests.support.linear_networks import PLAIN, WIDTHS, Stub, linear_model, stub
+from tests.support.parity import TOLERANCE, check_all_differ, check_images, image_of, params_of
 from tests.support.reference import Reference
 from tests.support.repository import MODEL_FOLDER
 from tests.support.uncompiled import publish_uncompiled
 
-TOLERANCE = 2  # of 255: float32 rounding, in another order
 GUIDANCE_WIDTH = 24  # of the guidance embedding of the distilled toy
-
-
-def largest_difference(one: npt.NDArray[np.uint8], other: npt.NDArray[np.uint8]) -> int:
-    """Return the largest difference between two images' levels, which are 0 to 255."""
-    assert one.shape == other.shape
-    return int(np.abs(one.astype(int) - other.astype(int)).max())
 
 
 @pytest.fixture(scope="module")
@@ -70,38 +63,28 @@ def distilled(distilled_folder: Path, target: Target, tmp_path_factory: pytest.T
     return load_release(store, "toy-lcm/1", detect_targets(), [], ColdStart())
 
 
-def params_of(loaded: Loaded, **fields: object) -> GenerationParams:
-    """Return the parameters of a request with these fields."""
-    request = {"prompt": "a large red circle on a blue background", "seed": 7} | fields
-    return resolve(GenerationRequest.model_validate(request), loaded.served)
-
-
 # -- UNets that embed guidance ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("width", [24, 25, 256])
-def test_guidance_is_embedded_as_in_diffusers(width: int) -> None:
-    scales = [0.0, 0.5, 1.0, 1.7, 7.3, 7.5, 30.0]
+def test_guidance_is_embedded_as_in_diffusers() -> None:
     embed = StableDiffusionXLPipeline.get_guidance_scale_embedding
-    for scale in scales:
+    for width, scale in itertools.product((24, 25, 256), (0.0, 0.5, 1.0, 1.7, 7.3, 7.5, 30.0)):
         expected = embed(None, torch.tensor(scale - 1).repeat(1), embedding_dim=width)
-        assert torch.equal(embed_guidance(np.array([scale]), width), expected)
+        assert torch.equal(embed_guidance(np.array([scale]), width), expected), (width, scale)
 
 
 def test_distilled_model_generates_the_image_of_diffusers(distilled: Loaded, distilled_folder: Path) -> None:
-    reference = Reference(distilled_folder)
-    images = {}
-    for scheduler in ("LCM", "Euler"):
-        for guidance in (0.0, 1.0, 2.5, 7.5):
-            for negative in (None, "a green triangle"):
-                params = params_of(distilled, scheduler=scheduler, guidance_scale=guidance, negative_prompt=negative)
-                [image], _, _ = generate(distilled.model, [params])
-                difference = largest_difference(image, reference.generate(params))
-                assert difference <= TOLERANCE, (scheduler, guidance, negative)
-                images[scheduler, guidance] = image
+    requests = {
+        (scheduler, guidance): params_of(
+            distilled, scheduler=scheduler, guidance_scale=guidance, negative_prompt=negative, num_inference_steps=4
+        )
+        for scheduler in ("LCM", "Euler")
+        for guidance, negative in ((0.0, None), (1.0, "a green triangle"), (2.5, None), (7.5, "a green triangle"))
+    }
+    check_images(distilled.model, Reference(distilled_folder), *requests.values())
     # Guidance changes the image, so the comparison would notice a wrong one.
-    assert largest_difference(images["LCM", 1.0], images["LCM", 7.5]) > 5 * TOLERANCE
-    assert largest_difference(images["Euler", 0.0], images["Euler", 1.0]) > 5 * TOLERANCE
+    check_all_differ(distilled.model, requests["LCM", 1.0], requests["LCM", 7.5])
+    check_all_differ(distilled.model, requests["Euler", 0.0], requests["Euler", 1.0])
 
 
 def test_distilled_model_needs_only_another_time_network(
@@ -126,7 +109,7 @@ def test_time_network_has_an_input_for_guidance(distilled: Loaded, loaded: Loade
 
 
 def test_serves_the_defaults_of_the_model(distilled: Loaded) -> None:
-    params = params_of(distilled)
+    params = resolve(GenerationRequest(prompt="a circle"), distilled.served)
     assert (params.scheduler, params.num_inference_steps, params.guidance_scale) == ("LCM", 4, 7.5)
 
 
@@ -209,25 +192,22 @@ def test_few_steps_generate_the_image_of_diffusers(kind: str, loaded: Loaded, tm
     base = Checkpoint(folder)
     settings = read_model_facts(base, None)
     model = replace(loaded.model, settings=settings, noise_schedules=read_noise_schedules(base, None), loops={})
-    defaults = read_defaults(read_release_defaults(base, None))
-    served = replace(
-        loaded.served, defaults=defaults, native_width=settings.native_width, native_height=settings.native_height
-    )
-    reference = Reference(folder)
-    images = []
+    native = {"native_width": settings.native_width, "native_height": settings.native_height}
+    served = replace(loaded.served, defaults=read_defaults(read_release_defaults(base, None)), **native)
+    batch = []
     for steps in (1, 2, 4):
         request = GenerationRequest(prompt="a large red circle on a blue background", seed=7, num_inference_steps=steps)
         params = resolve(request, served)
         assert (params.scheduler, params.guidance_scale) == (SAMPLERS[kind], 0.0)
         assert (params.width, params.height) == (128, 192)
-        [image], _, warnings = generate(model, [params])
-        assert image.shape == (192, 128, 3) and warnings == []
-        assert largest_difference(image, reference.generate(params)) <= TOLERANCE, steps
-        # SDXL's own schedule, with leading timesteps, gives another image.
-        [leading], _, _ = generate(replace(model, noise_schedules=loaded.model.noise_schedules, loops={}), [params])
-        assert largest_difference(image, leading) > 5 * TOLERANCE, steps
-        images.append(image)
-    assert all(largest_difference(one, other) > TOLERANCE for one, other in itertools.pairwise(images))
+        assert generate(model, [params])[2] == []
+        batch.append(params)
+    check_images(model, Reference(folder), *batch)
+    check_all_differ(model, *batch)
+    # SDXL's own schedule, with leading timesteps, gives another image.
+    leading = replace(model, noise_schedules=loaded.model.noise_schedules, loops={})
+    for params in batch:
+        assert largest_difference(image_of(model, params), image_of(leading, params)) > 5 * TOLERANCE
 
 
 @pytest.mark.parametrize("size", [{"width": 100}, {"height": "512"}, {"height": 32}, {"width": True}], ids=str)

@@ -1,4 +1,4 @@
-"""Images join and leave the eager loop between steps. The result of each is independent of the others."""
+"""Images join and leave a loop between steps. The result of each is independent of the others, in both loops."""
 
 from dataclasses import replace
 
@@ -8,24 +8,40 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from model.api.request import GenerationRequest
-from model.api.resolve import resolve
-from model.denoising.eager_loop import EagerLoop
-from model.denoising.loop import ImageState, StepNetworks, has_room, unet_batch
+from model.denoising.loop import ImageState, Known, Loop, has_room, unet_batch
 from model.denoising.sampler_names import SAMPLERS
 from model.engines.engine import EngineSet
+from model.engines.signatures import unet_signature
 from model.errors import EngineError
 from model.images.encode import Pixels
 from model.loading.load import Loaded
 from model.pipeline import spec
-from model.pipeline.loaded_model import LoadedModel, make_loop
+from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import GenerationParams
 from model.pipeline.runner import Runner
-from model.pipeline.text_to_image import denoise, generate
-from model.store.manifest import Bucket, Span
-from tests.support.linear_networks import PLAIN, linear_model, stub
+from model.pipeline.text_to_image import denoise
+from tests.support.images import largest_difference
+from tests.support.linear_networks import PLAIN, WIDTHS, Stub, linear_model, stub
+from tests.support.loops import (
+    HEIGHT,
+    LEVELS,
+    MASK,
+    WIDTH,
+    MakeLoop,
+    Mix,
+    assert_latents,
+    bucketed,
+    check_mix,
+    eager_loop,
+    graph_loop,
+    make_image,
+    mixes,
+    run_to_end,
+    stubs,
+)
+from tests.support.parity import image_of, params_of
 
-HEIGHT, WIDTH = 64, 96
+both_loops = pytest.mark.parametrize("make_loop", [eager_loop, graph_loop])
 
 
 @pytest.fixture
@@ -33,170 +49,188 @@ def model() -> LoadedModel:
     return linear_model()
 
 
-@pytest.fixture
-def loop(model: LoadedModel) -> EagerLoop:
-    return EagerLoop(model.step_networks(spec.UNET, HEIGHT, WIDTH), HEIGHT, WIDTH)
+@settings(max_examples=60, deadline=None)
+@given(mix=mixes, batches=st.sampled_from([(1, 2, 4, 8), (2, 5), (3,), (2,), (1,)]))
+def test_any_mix_equals_the_images_alone(mix: Mix, batches: tuple[int, ...]) -> None:
+    model = linear_model()
+    check_mix(eager_loop(bucketed(model, *batches)), model, mix)
+    for guided in ((), (2, 4, 8)):
+        check_mix(graph_loop(bucketed(model, *batches, guided=guided)), model, mix)
 
 
-def make_image(model: LoadedModel, **changes: object) -> ImageState:
-    """Return an image at the start of its first loop."""
-    runner = Runner(model)
-    plan = runner.plan(replace(PLAIN, **changes))  # type: ignore[arg-type]
-    [image] = plan.images()
-    runner.advance(plan, image)
-    return image
-
-
-def latents_alone(model: LoadedModel, **changes: object) -> torch.Tensor:
-    """Return the result of a request that runs alone."""
-    image = make_image(model, **changes)
-    denoise(make_loop(model, spec.UNET, HEIGHT, WIDTH), [image])
-    return image.latents
-
-
-def run_to_end(loop: EagerLoop) -> None:
-    while loop.images:
-        loop.step()
-
-
-def test_images_join_between_steps_and_finish_independently(model: LoadedModel, loop: EagerLoop) -> None:
-    first, second = (
-        make_image(model, num_inference_steps=4),
-        make_image(model, num_inference_steps=2, scheduler="Euler a"),
-    )
+@both_loops
+def test_images_join_between_steps_and_finish_independently(make_loop: MakeLoop, model: LoadedModel) -> None:
+    loop = make_loop(bucketed(model, 8))
+    first = make_image(model, num_inference_steps=4)
+    second = make_image(model, num_inference_steps=2, scheduler="Euler a")
+    removed = make_image(model, seed=11)
     loop.add(first)
+    loop.add(removed)
     assert loop.step() == []
+    loop.remove(removed)
     loop.add(second)
-    assert loop.images == [first, second]
-    assert loop.step() == []
+    assert loop.images == [first, second] and loop.step() == []
     assert (first.step, second.step) == (2, 1)
-    assert loop.step() == [second]
-    assert loop.images == [first]
-    assert loop.step() == [first]
-    assert loop.images == []
-    torch.testing.assert_close(first.latents, latents_alone(model, num_inference_steps=4))
-    torch.testing.assert_close(second.latents, latents_alone(model, num_inference_steps=2, scheduler="Euler a"))
+    assert loop.step() == [second] and loop.images == [first]
+    assert loop.step() == [first] and loop.images == []
+    assert_latents(first.latents, num_inference_steps=4)
+    assert_latents(second.latents, num_inference_steps=2, scheduler="Euler a")
 
 
-def test_an_image_does_not_see_the_state_of_an_earlier_one(model: LoadedModel, loop: EagerLoop) -> None:
-    """DPM++ 2M reads the previous denoised estimate of its own image, and none at the first step."""
-    expected = latents_alone(model, scheduler="DPM++ 2M")
-    unet = stub(model, spec.UNET)
-    unet.poison = (len(unet.seen), float("nan"))
-    broken = make_image(model, seed=11)
+@both_loops
+def test_nan_reaches_neither_other_images_nor_the_next_in_a_slot(make_loop: MakeLoop, model: LoadedModel) -> None:
+    loop = make_loop(bucketed(model, 4))
+    other, broken = make_image(model, seed=2, scheduler="DPM++ 2M"), make_image(model, image=LEVELS, masks=(MASK,))
+    broken.latents = nan = torch.full_like(broken.latents, torch.nan)
+    broken.known = Known(nan, nan, nan[:, :1])
     loop.add(broken)
+    loop.add(other)
     loop.step()
-    assert not loop.latents(broken).isfinite().all()
-    image = make_image(model, scheduler="DPM++ 2M")
-    loop.add(image)
-    loop.step()
+    assert not loop.latents(broken).isfinite().any()
     loop.remove(broken)
-    assert loop.images == [image]
+    following = make_image(model, seed=3, scheduler="DPM++ 2M SDE Karras")
+    loop.add(following)
     run_to_end(loop)
-    torch.testing.assert_close(image.latents, expected)
+    assert_latents(other.latents, seed=2, scheduler="DPM++ 2M")
+    assert_latents(following.latents, seed=3, scheduler="DPM++ 2M SDE Karras")
 
 
-def test_removing_an_image_does_not_affect_the_others(model: LoadedModel, loop: EagerLoop) -> None:
-    images = [make_image(model, seed=seed, scheduler="DPM++ 2M SDE Karras") for seed in (1, 2, 3)]
-    for image in images:
-        loop.add(image)
-    loop.step()
-    loop.remove(images[1])
-    seen = stub(model, spec.UNET).seen
-    loop.step()
-    assert len(seen[-1]["sample"]) == 4
-    run_to_end(loop)
-    for image, seed in ((images[0], 1), (images[2], 3)):
-        expected = latents_alone(model, seed=seed, scheduler="DPM++ 2M SDE Karras")
-        torch.testing.assert_close(image.latents, expected)
-
-
-def test_estimate_for_a_preview_is_a_copy(model: LoadedModel, loop: EagerLoop) -> None:
-    image = make_image(model, num_inference_steps=2)
-    loop.add(image)
-    assert not loop.latents(image).any()
-    loop.step()
-    loop.latents(image).zero_()
-    estimate = loop.latents(image)
-    assert estimate.any()
-    assert loop.step() == [image]
-    assert estimate.shape == image.latents.shape and not torch.equal(estimate, image.latents)
-
-
-def test_loop_copies_the_latents_of_an_image(model: LoadedModel, loop: EagerLoop) -> None:
-    expected = latents_alone(model)
-    image = make_image(model)
+@both_loops
+def test_latents_are_copies(make_loop: MakeLoop, model: LoadedModel) -> None:
+    """Those that an image brings, and those that a preview gets."""
+    loop, image = make_loop(bucketed(model, 2)), make_image(model)
     original = image.latents
     loop.add(image)
     with torch.inference_mode():
         original.zero_()
+        loop.step()
+        assert loop.latents(image).any()
+        loop.latents(image).zero_()
+    assert loop.latents(image).any()
     run_to_end(loop)
-    torch.testing.assert_close(image.latents, expected)
+    assert_latents(image.latents)
 
 
-@pytest.mark.parametrize("batches", [(2,), (2, 8), (1,)], ids=str)
-def test_capacity_is_the_batch_of_the_largest_bucket(model: LoadedModel, batches: tuple[int, ...]) -> None:
-    engines = []
-    for batch in batches:
-        engines.append(replace(stub(model, spec.UNET)))
-        engines[-1].bucket = Bucket(
-            batch=Span(min=batch, max=batch), height=Span(min=HEIGHT, max=HEIGHT), width=Span(min=WIDTH, max=WIDTH)
-        )
-    networks = StepNetworks(EngineSet(engines), ["time_embeds"])
-    assert EagerLoop(networks, HEIGHT, WIDTH).capacity == max(batches)
-    with pytest.raises(EngineError, match="No loaded unet engine serves 64x64"):
-        EagerLoop(networks, 64, 64)
+@both_loops
+def test_each_step_keeps_the_image_outside_of_the_mask(make_loop: MakeLoop, model: LoadedModel) -> None:
+    right_half = np.zeros((HEIGHT, WIDTH), np.uint8)
+    right_half[:, WIDTH // 2 :] = 255
+    loop = make_loop(bucketed(model, 2))
+    for steps in (1, PLAIN.num_inference_steps):
+        image = make_image(model, image=LEVELS, masks=(replace(MASK, levels=right_half),))
+        assert image.known is not None
+        loop.add(image)
+        for _ in range(steps):
+            loop.step()
+        expected = image.known.latents
+        if loop.images:  # noised as much as the next step expects
+            loop.take(image)
+            signal, noise = image.schedule.noising[1].tolist()
+            expected = signal * image.known.latents + noise * image.known.noise
+        left, right = image.latents.chunk(2, dim=-1)
+        torch.testing.assert_close(left, expected.chunk(2, dim=-1)[0])
+        assert not torch.isclose(right, expected.chunk(2, dim=-1)[1]).any()
 
 
-def test_images_beyond_the_capacity_wait(model: LoadedModel, loop: EagerLoop) -> None:
+def with_chunks(chunks: int | None) -> LoadedModel:
+    """Return a model whose UNet reads so many chunks of text."""
+    model = linear_model()
+    stub(model, spec.UNET).signature = unet_signature(replace(WIDTHS, unet_chunks=chunks), "float32")
+    return model
+
+
+def test_texts_of_other_lengths_share_a_batch() -> None:
+    def images() -> list[ImageState]:
+        generator = torch.Generator().manual_seed(0)
+        made = [make_image(linear_model(), seed=seed, negative_prompt="four") for seed in range(3)]
+        for image, chunks in zip(made, (1, 2, 4), strict=True):
+            shape = (1, chunks * WIDTHS.tokens, WIDTHS.keys_values_width)
+            image.cond.inputs["keys_values"] = torch.randn(shape, generator=generator)
+        return made
+
+    alone = images()
+    for image in alone:
+        denoise(eager_loop(bucketed(with_chunks(None), 6)), [image])
+    loops: list[tuple[MakeLoop, int | None]] = [(graph_loop, 4), (eager_loop, 4), (eager_loop, None)]
+    for make_loop, chunks in loops:
+        together = images()
+        denoise(make_loop(bucketed(with_chunks(chunks), 6)), together)
+        for image, expected in zip(together, alone, strict=True):
+            torch.testing.assert_close(image.latents, expected.latents, rtol=1e-4, atol=1e-4)
+
+
+class InpaintStub(Stub):
+    """A UNet that takes further channels after the latents, and does not use them."""
+
+    def outputs(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return super().outputs({**inputs, "sample": inputs["sample"][:, :4]})
+
+
+@both_loops
+def test_unet_gets_the_extra_channels_of_each_image(make_loop: MakeLoop, model: LoadedModel) -> None:
+    sample, *others = stub(model, spec.UNET).signature.inputs
+    wide = sample.model_copy(update={"shape": ("rows", 9, *sample.shape[2:])})
+    signature = stub(model, spec.UNET).signature.model_copy(update={"inputs": (wide, *others)})
+    unet = InpaintStub(spec.UNET, signature)
+    unet.bucket = bucketed(model, 2).engines[0].bucket
+    loop = make_loop(EngineSet([unet]))
+    extra = torch.randn(1, 5, HEIGHT // 8, WIDTH // 8)
+    plain, inpainted = (make_image(model, guidance_scale=1.0, num_inference_steps=2, seed=seed) for seed in (1, 2))
+    inpainted.extra_channels = extra
+    loop.add(inpainted)
+    loop.add(plain)
+    run_to_end(loop)
+    for call in unet.seen[-2:]:
+        assert torch.equal(call["sample"][:, 4:], torch.cat([extra, torch.zeros_like(extra)]))
+    unet.seen.clear()
+    again = make_image(model, guidance_scale=1.0, num_inference_steps=2, seed=1)
+    denoise(loop, [again])  # in the slot of the inpainted image
+    assert not any(call["sample"][0, 4:].any() for call in unet.seen)
+    torch.testing.assert_close(again.latents, plain.latents)
+
+
+@both_loops
+def test_images_beyond_the_capacity_wait(make_loop: MakeLoop, model: LoadedModel) -> None:
+    """The capacity is that of the largest bucket, until it is lowered."""
+    unet = bucketed(model, 2, 8)
+    loop = make_loop(unet)
+    assert loop.capacity == 8
     loop.capacity = 4
     images = [make_image(model, seed=seed, num_inference_steps=2 + seed) for seed in range(5)]
     denoise(loop, images)
     assert loop.images == []
+    calls = [call["sample"] for engine in stubs(unet) for call in engine.seen]
+    assert {len(sample[:4].unique(dim=0)) for sample in calls} <= {1, 2}
     for seed, image in enumerate(images):
-        torch.testing.assert_close(image.latents, latents_alone(model, seed=seed, num_inference_steps=2 + seed))
+        assert_latents(image.latents, seed=seed, num_inference_steps=2 + seed)
 
 
-def test_end_of_guidance_makes_room_for_another_image(model: LoadedModel, loop: EagerLoop) -> None:
-    loop.capacity = 4
-    first, second = (make_image(model, seed=seed, end_cfg_frac=0.5) for seed in (1, 2))
-    plain = [make_image(model, seed=seed, guidance_scale=1.0) for seed in (3, 4)]
-    loop.add(first)
-    loop.add(second)
+@both_loops
+def test_end_of_guidance_makes_room_for_another_image(make_loop: MakeLoop, model: LoadedModel) -> None:
+    loop = make_loop(bucketed(model, 4))
+    for seed in (1, 2):
+        loop.add(make_image(model, seed=seed, end_cfg_frac=0.5))
     assert unet_batch(loop.images) == 4 and not has_room(loop, 1)
     loop.step()
     assert not has_room(loop, 1)
     loop.step()
     assert has_room(loop, 2) and not has_room(loop, 3)
-    for image in plain:
-        loop.add(image)
+    for seed in (3, 4):
+        loop.add(make_image(model, seed=seed, guidance_scale=1.0))
     assert unet_batch(loop.images) == 4 and not has_room(loop, 1)
-    with pytest.raises(AssertionError):
-        loop.add(make_image(model, guidance_scale=1.0))
-    run_to_end(loop)
-    for seed, image in ((1, first), (2, second)):
-        torch.testing.assert_close(image.latents, latents_alone(model, seed=seed, end_cfg_frac=0.5))
-    for seed, image in ((3, plain[0]), (4, plain[1])):
-        torch.testing.assert_close(image.latents, latents_alone(model, seed=seed, guidance_scale=1.0))
 
 
-def test_a_failed_loop_is_empty(model: LoadedModel, loop: EagerLoop) -> None:
+def test_a_failed_loop_is_empty(model: LoadedModel) -> None:
+    loop: Loop = eager_loop(model.engines[spec.UNET])
     stub(model, spec.UNET).fails = EngineError("no")
     with pytest.raises(EngineError):
         denoise(loop, [make_image(model)])
     assert loop.images == []
 
 
-def test_each_unet_and_size_has_one_loop(model: LoadedModel) -> None:
-    loop = model.loop(spec.UNET, 64, 96)
-    assert model.loop(spec.UNET, 64, 96) is loop
-    assert model.loop(spec.UNET, 96, 64) is not loop
-    assert model.loop(spec.REFINER_UNET, 64, 96) is not loop
-
-
 # -- on the compiled engines ------------------------------------------------------------------------------------------
 
-requests = st.fixed_dictionaries(
+compiled_requests = st.fixed_dictionaries(
     {
         "prompt": st.sampled_from(["a large red circle", "two green squares on white", "a blue line"]),
         "negative_prompt": st.sampled_from([None, "", "a triangle"]),
@@ -212,24 +246,19 @@ requests = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(mix=st.lists(st.tuples(requests, st.integers(0, 4)), min_size=2, max_size=5))
-def test_image_is_independent_of_the_batch(mix: list[tuple[dict[str, object], int]], loaded: Loaded) -> None:
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(mix=st.lists(st.tuples(compiled_requests, st.integers(0, 4)), min_size=2, max_size=5))
+def test_image_is_independent_of_the_batch(mix: Mix, loaded: Loaded) -> None:
     """A request alone and in any mix, joining at any step: at most 1 of 255 apart in fp32."""
-    batch = [
-        resolve(GenerationRequest.model_validate({**request, "width": 128, "height": 128}), loaded.served)
-        for request, _ in mix
-    ]
+    batch = [params_of(loaded, **request) for request, _ in mix]
     images = generate_mix(loaded.model, batch, [first_step for _, first_step in mix])
     for params, image in zip(batch, images, strict=True):
-        [expected] = generate(loaded.model, [params])[0]
-        assert np.abs(image.astype(int) - expected.astype(int)).max() <= 1
+        assert largest_difference(image, image_of(loaded.model, params)) <= 1
 
 
 def generate_mix(model: LoadedModel, batch: list[GenerationParams], first_steps: list[int]) -> list[Pixels]:
     """Return the images of requests that join the loop at these steps, or as soon as there is room."""
-    loop = model.loop(spec.UNET, 128, 128)
-    runner = Runner(model)
+    loop, runner = model.loop(spec.UNET, 128, 128), Runner(model)
     plans = [runner.plan(params) for params in batch]
     images = [plan.images()[0] for plan in plans]
     for plan, image in zip(plans, images, strict=True):
@@ -242,10 +271,7 @@ def generate_mix(model: LoadedModel, batch: list[GenerationParams], first_steps:
         if loop.images:
             loop.step()
         step += 1
-    decoded = []
     for plan, image in zip(plans, images, strict=True):
-        assert runner.advance(plan, image) is None and image.pixels is not None
-        pixels = image.pixels.wait()
-        assert pixels is not None
-        decoded.append(pixels)
-    return decoded
+        assert runner.advance(plan, image) is None
+    decoded = [image.pixels.wait() for image in images if image.pixels is not None]
+    return [pixels for pixels in decoded if pixels is not None]

@@ -1,13 +1,14 @@
 """Sampler schedules against the schedulers of diffusers that they replace, and their refusals.
 
 The reference is a real scheduler, made by `from_config` from SDXL's own scheduler_config.json. It is called as the two
-SDXL pipelines call it. The network is a function that both sides call.
+SDXL pipelines call it. `make test` runs a part of all combinations, which has each pair of values.
 """
 
 import inspect
 import re
+from itertools import product
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,18 +23,21 @@ from model.denoising.sampler_names import (
     sampler_name,
     skipped_steps,
 )
-from model.denoising.samplers import (
-    COEFFICIENTS,
-    KNOWN_COEFFICIENTS,
-    SamplerSchedule,
-    pad_schedules,
-    sampler_schedule,
-    skip_steps,
-    split_schedule,
-)
+from model.denoising.samplers import SamplerSchedule, sampler_schedule, skip_steps, split_schedule
 from model.errors import RequestRefused
 from model.validation import MAX_STEPS
-from tests.support.schedulers import DIFFUSERS_SCHEDULERS, read_noise_schedule
+from tests.support.schedulers import (
+    DIFFUSERS_SCHEDULERS,
+    SHAPE,
+    TOLERANCE,
+    Inpainted,
+    assert_close,
+    check_denoises_alike,
+    denoise,
+    denoise_with_diffusers,
+    initial_latents,
+    read_noise_schedule,
+)
 from training.architecture import SCHEDULER as SDXL
 
 # diffusers 0.42.1 calls np.array on tensors of a torch whose __array__ takes no `copy`: a defect of diffusers.
@@ -43,8 +47,7 @@ REFINABLE = tuple(name for name in SAMPLERS if name != "Heun")
 STEPS = (1, 2, 3, 14, 15, 30, 100)  # DPM++ solvers change below 15
 SPACINGS = ("leading", "trailing", "linspace", OWN_SPACING)
 PREDICTIONS = ("epsilon", "v_prediction")
-SHAPE = (1, 4, 3, 5)
-TOLERANCE = 1e-5  # relative to the largest latent; both sides are float32
+every_third = pytest.mark.parametrize("interval", [3, pytest.param(1, marks=pytest.mark.full)], ids=["third", "all"])
 
 
 @pytest.fixture(autouse=True)
@@ -54,11 +57,6 @@ def one_thread() -> None:
 
 def max_steps(sampler: str) -> int:
     return 50 if sampler in ("LCM", "Heun") else 100
-
-
-def pairs(samplers: tuple[str, ...] = SAMPLERS, steps: tuple[int, ...] = STEPS) -> list[tuple[str, int]]:
-    """Samplers with numbers of steps that they accept."""
-    return [(name, n) for name in samplers for n in steps if n <= max_steps(name)]
 
 
 def entries(sampler: str, steps: int) -> int:
@@ -74,78 +72,9 @@ def config_with(spacing: str) -> dict[str, Any]:
 
 def diffusers_scheduler(sampler: str, steps: int, config: dict[str, Any]) -> Any:
     kind, settings = DIFFUSERS_SCHEDULERS[sampler]
-    scheduler = kind.from_config(config, **settings)
+    scheduler = kind.from_config(config, **settings)  # type: ignore[attr-defined]
     scheduler.set_timesteps(steps)
     return scheduler
-
-
-def predict_noise(model_input: torch.Tensor, timestep: float) -> torch.Tensor:
-    """A prediction that depends on both arguments, differently at each position."""
-    tilt = torch.linspace(0.5, 1.5, model_input.numel()).reshape(SHAPE)
-    return 0.3 * model_input * tilt + 0.2 * float(np.sin(timestep / 7)) * tilt.flip(-1)
-
-
-class Inpainted(NamedTuple):
-    """The latents and noise of an image that is kept where the mask is 0."""
-
-    image: torch.Tensor
-    noise: torch.Tensor
-    mask: torch.Tensor
-
-
-def denoise(
-    schedule: SamplerSchedule,
-    latents: torch.Tensor,
-    generator: torch.Generator,
-    padding: int = 0,
-    inpainted: Inpainted | None = None,
-) -> torch.Tensor:
-    """Run the steps of the device's loop for one image, in float32, then `padding` further ones."""
-    timesteps, coefficients = pad_schedules([schedule], schedule.steps + padding)
-    previous, noise = torch.zeros(SHAPE), torch.zeros(SHAPE)
-    for i, step in enumerate(torch.from_numpy(coefficients[0])):
-        c_in, a, b, x_coef, denoised_coef, prev_coef, noise_coef, known_coef, known_noise_coef = step
-        eps = predict_noise(c_in * latents, timesteps[0, i])
-        denoised = a * latents + b * eps
-        if i < schedule.steps and schedule.draws_noise[i]:
-            noise = torch.randn(SHAPE, generator=generator)
-        latents = x_coef * latents + denoised_coef * denoised + prev_coef * previous + noise_coef * noise
-        previous = denoised
-        if inpainted is not None:
-            known = known_coef * inpainted.image + known_noise_coef * inpainted.noise
-            latents = inpainted.mask * latents + (1 - inpainted.mask) * known
-    return latents
-
-
-def denoise_with_diffusers(
-    scheduler: Any,
-    timesteps: torch.Tensor,
-    latents: torch.Tensor,
-    generator: torch.Generator,
-    inpainted: Inpainted | None = None,
-) -> torch.Tensor:
-    """Run the loop of the SDXL pipelines, with their `prepare_extra_step_kwargs`."""
-    parameters = set(inspect.signature(scheduler.step).parameters)
-    extra = {key: value for key, value in (("eta", 0.0), ("generator", generator)) if key in parameters}
-    for i, t in enumerate(timesteps):
-        eps = predict_noise(scheduler.scale_model_input(latents, t), float(t))
-        latents = scheduler.step(eps, t, latents, **extra, return_dict=False)[0]
-        if inpainted is not None:  # StableDiffusionXLInpaintPipeline.__call__, 11
-            known = inpainted.image
-            if i < len(timesteps) - 1:
-                known = scheduler.add_noise(known, inpainted.noise, torch.tensor([timesteps[i + 1]]))
-            latents = (1 - inpainted.mask) * known + inpainted.mask * latents
-    return latents
-
-
-def initial_latents(init_sigma: float, seed: int) -> tuple[torch.Tensor, torch.Generator]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(SHAPE, generator=generator) * init_sigma, generator
-
-
-def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERANCE) -> None:
-    assert torch.isfinite(expected).all()
-    assert float((actual - expected).abs().max() / expected.abs().max()) < tolerance
 
 
 def tolerance_of(schedule: SamplerSchedule) -> float:
@@ -155,94 +84,79 @@ def tolerance_of(schedule: SamplerSchedule) -> float:
     return max(TOLERANCE, 2 * rounding) if schedule.sampler == "Heun" else TOLERANCE
 
 
-@pytest.mark.parametrize("prediction", PREDICTIONS)
-@pytest.mark.parametrize("spacing", SPACINGS)
-@pytest.mark.parametrize(("sampler", "steps"), pairs())
-def test_schedule_denoises_like_diffusers(sampler: str, steps: int, spacing: str, prediction: str) -> None:
-    config = config_with(spacing) | {"prediction_type": prediction}
-    scheduler = diffusers_scheduler(sampler, steps, config)
-    schedule = sampler_schedule(sampler, steps, read_noise_schedule(config))
-    assert len(schedule) == schedule.steps == entries(sampler, steps)
-    assert schedule.timesteps.tolist() == scheduler.timesteps.tolist()
-    assert schedule.init_sigma == pytest.approx(float(scheduler.init_noise_sigma), rel=1e-6)
-
-    latents, generator = initial_latents(schedule.init_sigma, seed=7)
-    result = denoise(schedule, latents, generator)
-    latents, reference_generator = initial_latents(scheduler.init_noise_sigma, seed=7)
-    if hasattr(scheduler, "set_begin_index"):
-        scheduler.set_begin_index(0)
-    expected = denoise_with_diffusers(scheduler, scheduler.timesteps, latents, reference_generator)
-    assert_close(result, expected, tolerance_of(schedule))
-    assert torch.equal(generator.get_state(), reference_generator.get_state())
-
-
-@pytest.mark.parametrize(
-    ("frac", "spacing"),
-    [
-        (0.8, "leading"),
-        (0.5, "leading"),
-        (0.95, "leading"),
-        (0.01, "leading"),
-        (0.8, "trailing"),
-        (0.999, "trailing"),
-        (0.5, "linspace"),
-    ],
-)
-@pytest.mark.parametrize(("sampler", "steps"), pairs(REFINABLE, steps=(1, 2, 15, 20)))
-def test_base_and_refiner_denoise_like_the_two_pipelines(sampler: str, steps: int, frac: float, spacing: str) -> None:
-    config = config_with(spacing)
-    noise_schedule = read_noise_schedule(config)
-    base, refiner = split_schedule(sampler_schedule(sampler, steps, noise_schedule), noise_schedule, frac)
-
-    latents, generator = initial_latents(base.init_sigma, seed=11)
-    after_base = denoise(base, latents, generator)
-    result = denoise(refiner, after_base, generator)
-
-    scheduler = diffusers_scheduler(sampler, steps, config)
-    cutoff = int(round(1000 - (frac * 1000)))  # StableDiffusionXLPipeline.__call__, 8.1
-    timesteps = scheduler.timesteps[: sum(bool(t >= cutoff) for t in scheduler.timesteps)]
-    if hasattr(scheduler, "set_begin_index"):
-        scheduler.set_begin_index(0)
-    latents, reference_generator = initial_latents(scheduler.init_noise_sigma, seed=11)
-    expected = denoise_with_diffusers(scheduler, timesteps, latents, reference_generator)
-    assert base.timesteps.tolist() == timesteps.tolist()
-    assert_close(after_base, expected)
-
-    scheduler = diffusers_scheduler(sampler, steps, config)
-    pipeline = SimpleNamespace(scheduler=scheduler)
-    timesteps, count = StableDiffusionXLImg2ImgPipeline.get_timesteps(pipeline, steps, 0.3, "cpu", frac)
-    assert refiner.timesteps.tolist() == timesteps.tolist()
-    assert len(refiner) == count == steps - len(base)
-    assert_close(result, denoise_with_diffusers(scheduler, timesteps, expected, reference_generator))
-    assert torch.equal(generator.get_state(), reference_generator.get_state())
-
-
-@pytest.mark.parametrize("spacing", SPACINGS)
-@pytest.mark.parametrize("strength", [0.05, 0.3, 0.5, 0.9999, 1.0])
-@pytest.mark.parametrize(("sampler", "steps"), pairs(steps=(20, 33)))
-def test_starts_from_an_image_like_diffusers(sampler: str, steps: int, strength: float, spacing: str) -> None:
-    config = config_with(spacing)
-    whole = sampler_schedule(sampler, steps, read_noise_schedule(config))
-    schedule = skip_steps(whole, whole.order * skipped_steps(strength, steps))
-    scheduler = diffusers_scheduler(sampler, steps, config)
-    pipeline = SimpleNamespace(scheduler=scheduler)
-    timesteps, count = StableDiffusionXLImg2ImgPipeline.get_timesteps(pipeline, steps, strength, "cpu")
-    assert schedule.timesteps.tolist() == timesteps.tolist()
-    assert schedule.steps == entries(sampler, count)
-
-    image, noise = torch.randn((2, *SHAPE), generator=torch.Generator().manual_seed(1))
-    expected_start = scheduler.add_noise(image, noise, timesteps[:1])
-    start = float(schedule.noising[0, 0]) * image + float(schedule.noising[0, 1]) * noise
-    assert_close(start, expected_start)
-    inpainted = Inpainted(image, noise, (torch.arange(5) > 2).float())
-    for kept in (None, inpainted):
-        generator, reference_generator = (torch.Generator().manual_seed(2) for _ in range(2))
+@every_third
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_schedule_denoises_like_diffusers(sampler: str, interval: int) -> None:
+    for steps, spacing, prediction in list(product(STEPS, SPACINGS, PREDICTIONS))[::interval]:
+        if steps > max_steps(sampler):
+            continue
+        config = config_with(spacing) | {"prediction_type": prediction}
         scheduler = diffusers_scheduler(sampler, steps, config)
-        StableDiffusionXLImg2ImgPipeline.get_timesteps(SimpleNamespace(scheduler=scheduler), steps, strength, "cpu")
-        result = denoise(schedule, start, generator, inpainted=kept)
-        assert_close(result, denoise_with_diffusers(scheduler, timesteps, expected_start, reference_generator, kept))
+        schedule = sampler_schedule(sampler, steps, read_noise_schedule(config))
+        assert len(schedule) == schedule.steps == entries(sampler, steps)
+        assert schedule.timesteps.tolist() == scheduler.timesteps.tolist(), (steps, spacing)
+        check_denoises_alike(schedule, scheduler, tolerance_of(schedule))
+
+
+SPLITS = [
+    (0.8, "leading"), (0.5, "leading"), (0.95, "leading"), (0.01, "leading"), (0.8, "trailing"), (0.999, "trailing"),
+    (0.5, "linspace"),
+]  # fmt: skip
+
+
+@every_third
+@pytest.mark.parametrize("sampler", REFINABLE)
+def test_base_and_refiner_denoise_like_the_two_pipelines(sampler: str, interval: int) -> None:
+    for steps, (frac, spacing) in list(product((1, 2, 15, 20), SPLITS))[::interval]:
+        config = config_with(spacing)
+        noise_schedule = read_noise_schedule(config)
+        base, refiner = split_schedule(sampler_schedule(sampler, steps, noise_schedule), noise_schedule, frac)
+        latents, generator = initial_latents(base.init_sigma)
+        after_base = denoise(base, latents, generator)
+        result = denoise(refiner, after_base, generator)
+
+        scheduler = diffusers_scheduler(sampler, steps, config)
+        cutoff = int(round(1000 - (frac * 1000)))  # StableDiffusionXLPipeline.__call__, 8.1
+        timesteps = scheduler.timesteps[: sum(bool(t >= cutoff) for t in scheduler.timesteps)]
+        if hasattr(scheduler, "set_begin_index"):
+            scheduler.set_begin_index(0)
+        latents, reference_generator = initial_latents(scheduler.init_noise_sigma)
+        expected = denoise_with_diffusers(scheduler, timesteps, latents, reference_generator)
+        assert base.timesteps.tolist() == timesteps.tolist(), (steps, frac, spacing)
+        assert_close(after_base, expected)
+
+        scheduler = diffusers_scheduler(sampler, steps, config)
+        pipeline = SimpleNamespace(scheduler=scheduler)
+        timesteps, count = StableDiffusionXLImg2ImgPipeline.get_timesteps(pipeline, steps, 0.3, "cpu", frac)
+        assert refiner.timesteps.tolist() == timesteps.tolist(), (steps, frac, spacing)
+        assert len(refiner) == count == steps - len(base)
+        assert_close(result, denoise_with_diffusers(scheduler, timesteps, expected, reference_generator))
         assert torch.equal(generator.get_state(), reference_generator.get_state())
-    assert torch.equal(result[..., :3], image[..., :3])  # the last step keeps the image itself
+
+
+@every_third
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_starts_from_an_image_like_diffusers(sampler: str, interval: int) -> None:
+    image, noise = torch.randn((2, *SHAPE), generator=torch.Generator().manual_seed(1))
+    inpainted = Inpainted(image, noise, (torch.arange(5) > 2).float())
+    for steps, strength, spacing in list(product((20, 33), (0.05, 0.3, 0.5, 0.9999, 1.0), SPACINGS))[::interval]:
+        config = config_with(spacing)
+        whole = sampler_schedule(sampler, steps, read_noise_schedule(config))
+        schedule = skip_steps(whole, whole.order * skipped_steps(strength, steps))
+        for kept in (None, inpainted):
+            scheduler = diffusers_scheduler(sampler, steps, config)
+            pipeline = SimpleNamespace(scheduler=scheduler)
+            timesteps, count = StableDiffusionXLImg2ImgPipeline.get_timesteps(pipeline, steps, strength, "cpu")
+            assert schedule.timesteps.tolist() == timesteps.tolist(), (steps, strength, spacing)
+            assert schedule.steps == entries(sampler, count)
+            expected = diffusers_scheduler(sampler, steps, config).add_noise(image, noise, timesteps[:1])
+            start = float(schedule.noising[0, 0]) * image + float(schedule.noising[0, 1]) * noise
+            assert_close(start, expected)
+            generator, reference_generator = (torch.Generator().manual_seed(2) for _ in range(2))
+            result = denoise(schedule, start, generator, inpainted=kept)
+            assert_close(result, denoise_with_diffusers(scheduler, timesteps, expected, reference_generator, kept))
+            assert torch.equal(generator.get_state(), reference_generator.get_state())
+        assert torch.equal(result[..., :3], image[..., :3])  # the last step keeps the image itself
 
 
 def test_refuses_a_strength_that_leaves_no_step() -> None:
@@ -255,15 +169,16 @@ def test_refuses_a_strength_that_leaves_no_step() -> None:
         assert skipped_steps(accepted, steps) == steps - 1
 
 
-@pytest.mark.parametrize("betas", [{}, {"beta_schedule": "linear", "beta_start": 1e-4, "beta_end": 0.02}])
+@every_third
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_timesteps_equal_those_of_diffusers_at_all_lengths(sampler: str, betas: dict[str, Any]) -> None:
+def test_timesteps_equal_those_of_diffusers_at_all_lengths(sampler: str, interval: int) -> None:
     # Karras timesteps are rounded, so a slightly wrong sigma gives another integer at one of these lengths.
     ignores_spacing = sampler == "LCM" or "Karras" in sampler
-    for spacing in SPACINGS[:1] if ignores_spacing else SPACINGS:
+    spacings = SPACINGS[:1] if ignores_spacing else SPACINGS
+    for spacing, betas in product(spacings, ({}, {"beta_schedule": "linear", "beta_start": 1e-4, "beta_end": 0.02})):
         config = config_with(spacing) | betas
         noise_schedule = read_noise_schedule(config)
-        for steps in range(1, max_steps(sampler) + 1):
+        for steps in range(1, max_steps(sampler) + 1, interval):
             expected = diffusers_scheduler(sampler, steps, config).timesteps.tolist()
             actual = sampler_schedule(sampler, steps, noise_schedule).timesteps.tolist()
             if len(expected) != entries(sampler, steps):  # the deviation that the module documents
@@ -285,138 +200,48 @@ def test_timesteps_equal_those_of_diffusers_at_all_lengths(sampler: str, betas: 
 def test_every_field_of_the_noise_schedule_counts(sampler: str, changed: dict[str, Any]) -> None:
     plain = sampler_schedule(sampler, 8, read_noise_schedule(SDXL))
     schedule = sampler_schedule(sampler, 8, read_noise_schedule(SDXL | changed))
-    scheduler = diffusers_scheduler(sampler, 8, SDXL | changed)
-    assert schedule.timesteps.tolist() == scheduler.timesteps.tolist()
-    latents, generator = initial_latents(schedule.init_sigma, seed=3)
-    result = denoise(schedule, latents, generator)
-    latents, reference_generator = initial_latents(scheduler.init_noise_sigma, seed=3)
-    assert_close(result, denoise_with_diffusers(scheduler, scheduler.timesteps, latents, reference_generator))
+    check_denoises_alike(schedule, diffusers_scheduler(sampler, 8, SDXL | changed))
     assert not np.array_equal(plain.coefficients, schedule.coefficients)
 
 
-def test_steps_that_draw_noise() -> None:
-    """Ancestral samplers and SDE solvers draw noise at the last step, too. LCM does not."""
+def test_either_part_may_be_empty() -> None:
     noise_schedule = read_noise_schedule(SDXL)
-    draws_noise = {name: sampler_schedule(name, 3, noise_schedule).draws_noise.tolist() for name in SAMPLERS}
-    always, never = [True] * 3, [False] * 3
-    assert draws_noise == {
-        "Euler": never,
-        "Euler a": always,
-        "DDIM": never,
-        "DPM++ 2M": never,
-        "DPM++ 2M Karras": never,
-        "DPM++ 2M SDE Karras": always,
-        "LCM": [True, True, False],
-        "Heun": [False] * 5,
-    }
-
-
-@pytest.mark.parametrize("sampler", REFINABLE)
-def test_first_step_of_each_part_ignores_the_previous_one(sampler: str) -> None:
-    noise_schedule = read_noise_schedule(SDXL)
-    whole = sampler_schedule(sampler, 20, noise_schedule)
-    prev = COEFFICIENTS.index("prev")
-    multistep = sampler.startswith("DPM++")
-    for part in (whole, *split_schedule(whole, noise_schedule, 0.6)):
-        assert part.coefficients[0, prev] == 0
-        assert (part.coefficients[1, prev] != 0) == multistep
-    # splitting does not change the whole schedule
-    assert (whole.coefficients[12, prev] != 0) == multistep
-
-
-@pytest.mark.parametrize("sampler", REFINABLE)
-def test_either_part_may_be_empty(sampler: str) -> None:
-    noise_schedule = read_noise_schedule(SDXL)
-    whole = sampler_schedule(sampler, 4, noise_schedule)
-    base, refiner = split_schedule(whole, noise_schedule, 1.0)
-    assert (len(base), len(refiner)) == (4, 0)
-    assert not refiner
-    for frac in (0.0, 0.0001):
-        base, refiner = split_schedule(whole, noise_schedule, frac)
-        assert (len(base), len(refiner)) == (0, 4)
-        assert np.array_equal(refiner.coefficients, whole.coefficients)
-
-
-@pytest.mark.parametrize("frac", [-0.5, 1.01, float("nan")])
-def test_refuses_an_invalid_fraction(frac: float) -> None:
-    noise_schedule = read_noise_schedule(SDXL)
-    with pytest.raises(RequestRefused, match="denoising_frac") as refused:
-        split_schedule(sampler_schedule("Euler", 4, noise_schedule), noise_schedule, frac)
-    assert refused.value.field == "denoising_frac"
+    for sampler in REFINABLE:
+        whole = sampler_schedule(sampler, 4, noise_schedule)
+        assert [len(part) for part in split_schedule(whole, noise_schedule, 1.0)] == [4, 0]
+        for frac in (0.0, 0.0001):
+            base, refiner = split_schedule(whole, noise_schedule, frac)
+            assert not base and np.array_equal(refiner.coefficients, whole.coefficients)
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_padding_does_not_change_the_latents(sampler: str) -> None:
     part = sampler_schedule(sampler, 6, read_noise_schedule(SDXL))
-    unpadded, padded = (denoise(part, *initial_latents(part.init_sigma, seed=5), padding) for padding in (0, 9))
+    unpadded, padded = (denoise(part, *initial_latents(part.init_sigma), padding) for padding in (0, 9))
     assert torch.equal(padded, unpadded)
 
 
-def test_pads_schedules_to_one_length() -> None:
-    noise_schedule = read_noise_schedule(SDXL)
-    tables = [sampler_schedule(name, n, noise_schedule) for name, n in (("Euler", 3), ("LCM", 5))]
-    timesteps, coefficients = pad_schedules(tables, 5)
-    assert timesteps.dtype == coefficients.dtype == np.float32
-    assert timesteps.shape == (2, 5)
-    assert coefficients.shape == (2, 5, len(COEFFICIENTS + KNOWN_COEFFICIENTS))
-    assert timesteps[0].tolist() == [*tables[0].timesteps, 0, 0]
-    assert np.array_equal(coefficients[1, :, : len(COEFFICIENTS)], tables[1].coefficients.astype(np.float32))
-    assert np.array_equal(coefficients[1, :-1, len(COEFFICIENTS) :], tables[1].noising[1:].astype(np.float32))
-    assert coefficients[1, -1, len(COEFFICIENTS) :].tolist() == [1, 0]
-    with pytest.raises(RequestRefused, match="num_inference_steps"):
-        pad_schedules(tables, 4)
-    assert [part.shape for part in pad_schedules([], 4)] == [(0, 4), (0, 4, 9)]
-
-
-def test_schedule_is_made_once() -> None:
-    first = sampler_schedule("DPM++ 2M", 7, read_noise_schedule(SDXL))
-    assert sampler_schedule("DPM++ 2M", 7, read_noise_schedule(SDXL)) is first
-
-
-def test_schedule_is_read_only() -> None:
-    part = sampler_schedule("Euler", 3, read_noise_schedule(SDXL))
-    for array in (part.timesteps, part.coefficients, part.draws_noise):
+def test_shared_schedules_are_read_only() -> None:
+    schedule = sampler_schedule("Euler", 3, read_noise_schedule(SDXL))
+    assert sampler_schedule("Euler", 3, read_noise_schedule(SDXL)) is schedule
+    for array in (schedule.timesteps, schedule.coefficients, schedule.draws_noise):
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 0
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_refuses_too_many_and_too_few_steps(sampler: str) -> None:
-    noise_schedule = read_noise_schedule(SDXL)
-    limit = max_steps(sampler)
-    assert len(sampler_schedule(sampler, limit, noise_schedule)) == entries(sampler, limit)
-    for steps in (0, -1, limit + 1):
-        with pytest.raises(RequestRefused, match=f"{steps} is not 1 to {limit}") as refused:
-            sampler_schedule(sampler, steps, noise_schedule)
-        assert refused.value.field == "num_inference_steps"
-
-
-def test_refuses_heun_with_a_refiner() -> None:
-    noise_schedule = read_noise_schedule(SDXL)
-    with pytest.raises(RequestRefused, match="Heun cannot be used with the refiner") as refused:
-        split_schedule(sampler_schedule("Heun", 4, noise_schedule), noise_schedule, 0.5)
-    assert refused.value.field == "scheduler"
-
+# -- zero terminal SNR ------------------------------------------------------------------------------------------------
 
 ZERO_SNR = SDXL | {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True}
 
 
-@pytest.mark.parametrize("spacing", ["trailing", "leading"])
-@pytest.mark.parametrize(("sampler", "steps"), pairs(REFINABLE, steps=(1, 4, 30)))
-def test_zero_terminal_snr_denoises_like_diffusers(sampler: str, steps: int, spacing: str) -> None:
-    config = ZERO_SNR | {"timestep_spacing": spacing}
-    scheduler = diffusers_scheduler(sampler, steps, config)
-    schedule = sampler_schedule(sampler, steps, read_noise_schedule(config))
-    assert schedule.timesteps.tolist() == scheduler.timesteps.tolist()
-    assert schedule.init_sigma == pytest.approx(float(scheduler.init_noise_sigma), rel=1e-6)
-    latents, generator = initial_latents(schedule.init_sigma, seed=7)
-    result = denoise(schedule, latents, generator)
-    latents, reference_generator = initial_latents(scheduler.init_noise_sigma, seed=7)
-    if hasattr(scheduler, "set_begin_index"):
-        scheduler.set_begin_index(0)
-    expected = denoise_with_diffusers(scheduler, scheduler.timesteps, latents, reference_generator)
-    # A step of diffusers' Euler subtracts numbers as large as the first latents.
-    assert_close(result, expected, max(TOLERANCE, 2 * 2**-24 * schedule.init_sigma))
+@pytest.mark.parametrize("sampler", REFINABLE)
+def test_zero_terminal_snr_denoises_like_diffusers(sampler: str) -> None:
+    for spacing, steps in product(("trailing", "leading"), (1, 4, 30)):
+        config = ZERO_SNR | {"timestep_spacing": spacing}
+        schedule = sampler_schedule(sampler, steps, read_noise_schedule(config))
+        # A step of diffusers' Euler subtracts numbers as large as the first latents.
+        tolerance = max(TOLERANCE, 2 * 2**-24 * schedule.init_sigma)
+        check_denoises_alike(schedule, diffusers_scheduler(sampler, steps, config), tolerance)
 
 
 def test_heun_at_zero_terminal_snr() -> None:
@@ -424,82 +249,83 @@ def test_heun_at_zero_terminal_snr() -> None:
     scheduler = diffusers_scheduler("Heun", 8, ZERO_SNR)
     scheduler.alphas_cumprod = diffusers_scheduler("Euler", 8, ZERO_SNR).alphas_cumprod
     scheduler.set_timesteps(8)
-    schedule = sampler_schedule("Heun", 8, read_noise_schedule(ZERO_SNR))
-    latents, generator = initial_latents(schedule.init_sigma, seed=7)
-    expected = denoise_with_diffusers(scheduler, scheduler.timesteps, latents.clone(), generator)
-    assert_close(denoise(schedule, latents, generator), expected)
+    check_denoises_alike(sampler_schedule("Heun", 8, read_noise_schedule(ZERO_SNR)), scheduler)
 
 
-SPACED: dict[str, dict[str, Any]] = {
-    "few": {"timesteps": (999, 640, 333, 100, 7)},
-    "one": {"timesteps": (500,)},
-    "last": {"timesteps": (999, 1, 0)},
-    "sigmas": {"sigmas": (14.5, 8.1, 3.0, 0.7, 0.05, 0.0)},
-    "noisy end": {"sigmas": (10.0, 2.0, 0.3)},
-    "beyond training": {"sigmas": (120.0, 5.0, 0.001, 0.0)},
-}
+# -- explicit steps ---------------------------------------------------------------------------------------------------
+
+SPACED: list[dict[str, Any]] = [
+    {"timesteps": (999, 640, 333, 100, 7)},
+    {"timesteps": (500,)},
+    {"timesteps": (999, 1, 0)},
+    {"sigmas": (14.5, 8.1, 3.0, 0.7, 0.05, 0.0)},
+    {"sigmas": (10.0, 2.0, 0.3)},  # ends with noise
+    {"sigmas": (120.0, 5.0, 0.001, 0.0)},  # beyond training
+]
 
 
-@pytest.mark.parametrize("prediction", PREDICTIONS)
-@pytest.mark.parametrize("spaced", SPACED.values(), ids=SPACED)
-@pytest.mark.parametrize("sampler", ["Euler", "DPM++ 2M", "LCM", "Heun"])
-def test_explicit_steps_denoise_like_diffusers(sampler: str, spaced: dict[str, Any], prediction: str) -> None:
-    kind, settings = DIFFUSERS_SCHEDULERS[sampler]
-    config = SDXL | {"prediction_type": prediction}
+@pytest.mark.parametrize("spaced", SPACED, ids=str)
+def test_explicit_steps_denoise_like_diffusers(spaced: dict[str, Any]) -> None:
     steps = len(spaced["timesteps"]) if "timesteps" in spaced else len(spaced["sigmas"]) - 1
-    noise_schedule = read_noise_schedule(config)
-    if "sigmas" in spaced and sampler != "Euler":
-        with pytest.raises(RequestRefused, match=f"{re.escape(sampler)} takes none. Set scheduler to one of Euler."):
-            sampler_schedule(sampler, steps, noise_schedule, **spaced)
-        return
-    scheduler = kind.from_config(config, **settings)
-    scheduler.set_timesteps(**{key: list(values) for key, values in spaced.items()})
-    schedule = sampler_schedule(sampler, steps, noise_schedule, **spaced)
-    assert schedule.timesteps == pytest.approx(scheduler.timesteps.double().numpy(), rel=1e-5)
-    assert schedule.init_sigma == pytest.approx(float(scheduler.init_noise_sigma), rel=1e-6)
-    latents, generator = initial_latents(schedule.init_sigma, seed=7)
-    result = denoise(schedule, latents, generator)
-    latents, reference_generator = initial_latents(scheduler.init_noise_sigma, seed=7)
-    scheduler.set_begin_index(0)
-    expected = denoise_with_diffusers(scheduler, scheduler.timesteps, latents, reference_generator)
-    assert_close(result, expected, tolerance_of(schedule))
+    for sampler, prediction in product(("Euler", "DPM++ 2M", "LCM", "Heun"), PREDICTIONS):
+        config = SDXL | {"prediction_type": prediction}
+        noise_schedule = read_noise_schedule(config)
+        if "sigmas" in spaced and sampler != "Euler":
+            with pytest.raises(
+                RequestRefused, match=f"{re.escape(sampler)} takes none. Set scheduler to one of Euler."
+            ):
+                sampler_schedule(sampler, steps, noise_schedule, **spaced)
+            continue
+        scheduler = diffusers_scheduler(sampler, 1, config)
+        scheduler.set_timesteps(**{key: list(values) for key, values in spaced.items()})
+        schedule = sampler_schedule(sampler, steps, noise_schedule, **spaced)
+        check_denoises_alike(schedule, scheduler, tolerance_of(schedule))
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_explicit_steps_are_taken_by_the_samplers_of_diffusers_that_take_them(sampler: str) -> None:
-    kind, settings = DIFFUSERS_SCHEDULERS[sampler]
-    accepted = set(inspect.signature(kind.set_timesteps).parameters)
-    # The class takes timesteps, but not together with Karras sigmas.
-    takes = {field: field in accepted and "use_karras_sigmas" not in settings for field in ("timesteps", "sigmas")}
-    assert takes == {"timesteps": sampler in TAKE_TIMESTEPS, "sigmas": sampler in TAKE_SIGMAS}
+def test_explicit_steps_are_taken_by_the_samplers_of_diffusers_that_take_them() -> None:
+    for sampler, (kind, settings) in DIFFUSERS_SCHEDULERS.items():
+        accepted = set(inspect.signature(kind.set_timesteps).parameters)  # type: ignore[attr-defined]
+        # The class takes timesteps, but not together with Karras sigmas.
+        takes = [field in accepted and "use_karras_sigmas" not in settings for field in ("timesteps", "sigmas")]
+        assert takes == [sampler in TAKE_TIMESTEPS, sampler in TAKE_SIGMAS], sampler
 
 
-def test_refuses_a_timestep_beyond_training() -> None:
-    with pytest.raises(RequestRefused, match="1000 is not 0 to 999") as refused:
-        sampler_schedule("Euler", 2, read_noise_schedule(SDXL), timesteps=(1000, 3))
-    assert refused.value.field == "timesteps"
+# -- refusals and names -----------------------------------------------------------------------------------------------
 
 
-def test_lcm_has_at_most_the_steps_of_its_distillation() -> None:
-    noise_schedule = read_noise_schedule(SDXL | {"original_inference_steps": 20})
-    assert len(sampler_schedule("LCM", 20, noise_schedule)) == 20
-    with pytest.raises(RequestRefused, match="1 to 20"):
-        sampler_schedule("LCM", 21, noise_schedule)
+def refuse(message: str, field: str, sampler: str, steps: int, frac: float | None = None, **options: Any) -> None:
+    """Check that a schedule is refused. `frac`: that its division into base and refiner is."""
+    noise_schedule = read_noise_schedule(SDXL | options.pop("config", {}))
+    with pytest.raises(RequestRefused, match=message) as refused:
+        schedule = sampler_schedule(sampler, steps, noise_schedule, **options)
+        if frac is not None:
+            split_schedule(schedule, noise_schedule, frac)
+    assert refused.value.field == field
+
+
+def test_refuses_what_a_sampler_cannot_do() -> None:
+    for sampler in SAMPLERS:
+        limit = max_steps(sampler)
+        assert len(sampler_schedule(sampler, limit, read_noise_schedule(SDXL))) == entries(sampler, limit)
+        for steps in (0, -1, limit + 1):
+            refuse(f"{steps} is not 1 to {limit}", "num_inference_steps", sampler, steps)
+    for frac in (-0.5, 1.01, float("nan")):
+        refuse("denoising_frac", "denoising_frac", "Euler", 4, frac)
+    refuse("Heun cannot be used with the refiner", "scheduler", "Heun", 4, 0.5)
+    refuse("1000 is not 0 to 999", "timesteps", "Euler", 2, timesteps=(1000, 3))
+    distilled = {"original_inference_steps": 20}
+    assert len(sampler_schedule("LCM", 20, read_noise_schedule(SDXL | distilled))) == 20
+    refuse("1 to 20", "num_inference_steps", "LCM", 21, config=distilled)
 
 
 def test_accepts_public_names_and_class_names() -> None:
     assert [sampler_name(name) for name in SAMPLERS] == list(SAMPLERS)
     classes = {kind.__name__: name for name, (kind, settings) in DIFFUSERS_SCHEDULERS.items() if not settings}
     assert {name: sampler_name(name) for name in classes} == classes
-    noise_schedule = read_noise_schedule(SDXL)
-    assert sampler_schedule("DPMSolverMultistepScheduler", 4, noise_schedule).sampler == "DPM++ 2M"
+    assert sampler_schedule("DPMSolverMultistepScheduler", 4, read_noise_schedule(SDXL)).sampler == "DPM++ 2M"
 
 
 @pytest.mark.parametrize("name", ["euler", "", "PNDMScheduler", "DPM++ 3M"])
 def test_refusal_of_an_unknown_sampler_lists_the_known_ones(name: str) -> None:
-    for function in (sampler_name, lambda n: sampler_schedule(n, 4, read_noise_schedule(SDXL))):
-        with pytest.raises(RequestRefused) as refused:
-            function(name)
-        assert refused.value.field == "scheduler"
-        for known in (repr(name), *SAMPLERS, "LCMScheduler"):
-            assert known in str(refused.value)
+    for known in (repr(name), *SAMPLERS, "LCMScheduler"):
+        refuse(re.escape(known), "scheduler", name, 4)

@@ -4,8 +4,6 @@ import base64
 import io
 import itertools
 import os
-import sys
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +16,6 @@ from PIL import Image
 from model.images.encode import ImageFormat, Pixels, broken_image, encode, encode_base64, to_levels
 from model.images.jpeg_strips import encode_in_strips
 
-MAGIC = {"png": b"\x89PNG\r\n\x1a\n", "jpeg": b"\xff\xd8\xff", "webp": b"RIFF"}
 RESTART_INTERVAL = b"\xff\xdd"  # the marker of a JPEG that was encoded in strips
 
 
@@ -43,28 +40,11 @@ def encode_whole(pixels: Pixels, quality: int = 95) -> bytes:
     return file.getvalue()
 
 
-def test_encodes_jpeg_without_the_interpreter_lock() -> None:
-    """Pillow's `encode_to_file` releases the lock. Its `encode`, for files without a descriptor, does not."""
-    calls: set[str] = set()
-
-    def record(frame: Any, event: str, function: Any) -> None:
-        if event == "c_call" and function.__name__.startswith("encode"):
-            calls.add(function.__name__)
-
-    pixels = make_pixels()
-    sys.setprofile(record)
-    try:
-        encode(pixels, "jpeg", 90)
-    finally:
-        sys.setprofile(None)
-    assert calls == {"encode_to_file"}
-
-
 @given(
     height=st.integers(1, 200), width=st.integers(1, 200), strips=st.integers(1, 12), quality=st.integers(1, 100),
     seed=st.integers(0, 2**16),
 )  # fmt: skip
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_jpeg_in_strips_has_the_pixels_of_a_whole_one(
     height: int, width: int, strips: int, quality: int, seed: int
 ) -> None:
@@ -78,7 +58,9 @@ def test_jpeg_in_strips_has_the_pixels_of_a_whole_one(
     assert restarts == -(-blocks // -(-blocks // min(strips, blocks))) - 1
 
 
-@pytest.mark.parametrize("size", [(8_240, 4_080), (6_144, 6_144)], ids=["interval-65535", "square"])
+@pytest.mark.parametrize(
+    "size", [(8_240, 4_080), pytest.param((6_144, 6_144), marks=pytest.mark.full)], ids=["interval-65535", "square"]
+)
 def test_few_strips_of_a_large_jpeg_stay_in_16_bits(size: tuple[int, int]) -> None:
     """Two strips of equal height would have more blocks than a restart interval can."""
     height, width = size
@@ -93,11 +75,6 @@ def test_few_strips_of_a_large_jpeg_stay_in_16_bits(size: tuple[int, int]) -> No
 
 def test_only_large_images_are_encoded_in_strips() -> None:
     assert RESTART_INTERVAL not in encode_in_strips(make_pixels(256, 256), encode_whole, max_strips=4)
-    large = encode_in_strips(make_pixels(512, 512), encode_whole, max_strips=4)
-    assert large.count(RESTART_INTERVAL) == 1 and read_image(large).size == (512, 512)
-
-
-def test_encodes_in_strips_on_several_cores() -> None:
     several_cores = len(os.sched_getaffinity(0)) > 1
     assert (RESTART_INTERVAL in encode(make_pixels(512, 512), "jpeg", 95)) is several_cores
 
@@ -119,24 +96,12 @@ def test_pixels_are_those_of_diffusers(dtype: torch.dtype) -> None:
     np.testing.assert_array_equal(levels.numpy(), expected)
 
 
-def test_does_not_change_the_output_of_the_decoder() -> None:
-    decoded = torch.full((1, 3, 8, 8), 2.0)
-    to_levels(decoded)
-    assert bool((decoded == 2.0).all())
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_one_nan_or_infinite_value_breaks_an_image(value: float) -> None:
     decoded = torch.zeros(3, 3, 8, 8)
     decoded[1, 2, 7, 7] = value
     assert to_levels(decoded)[1].tolist() == [True, False, True]
-    decoded[2, 0, 0, 0] = value
-    assert to_levels(decoded)[1].tolist() == [True, False, False]
-
-
-def test_error_names_the_broken_images() -> None:
     assert "image 1 of 3 (counted from 0) has NaN or infinite values" in str(broken_image([1], 3))
-    assert str(broken_image([1, 2], 3)).startswith("image 1, 2 of 3 ")
 
 
 def test_png_keeps_every_pixel() -> None:
@@ -162,13 +127,9 @@ def test_lossy_formats_resemble_the_image_and_obey_quality(format: ImageFormat) 
 def test_jpeg_is_baseline_with_colour_at_half_resolution() -> None:
     image = read_image(encode(make_pixels(), "jpeg", 95))
     assert "progressive" not in image.info
-    _, horizontal, vertical, _ = image.layer[0]  # type: ignore[attr-defined]
-    assert (horizontal, vertical) == (2, 2)
+    assert image.layer[0][1:3] == (2, 2)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("format", MAGIC)
-def test_base64_is_the_file_on_one_line(format: ImageFormat) -> None:
-    text = encode_base64(make_pixels(), format, 90)
-    data = base64.b64decode(text, validate=True)
-    assert data == encode(make_pixels(), format, 90)
-    assert data.startswith(MAGIC[format])
+def test_base64_is_the_file_on_one_line() -> None:
+    data = base64.b64decode(encode_base64(make_pixels(), "jpeg", 90), validate=True)
+    assert data == encode(make_pixels(), "jpeg", 90)

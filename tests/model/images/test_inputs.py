@@ -1,6 +1,5 @@
 """Images of requests: base64 -> headers -> pixels. Files are written by Pillow, or by hand where it cannot."""
 
-import base64
 import io
 import struct
 import zlib
@@ -17,24 +16,34 @@ from model.images.containers import (
     MAX_JPEG_SCANS,
     MAX_LARGE_JPEG_SCANS,
     MAX_PNG_CHUNKS,
-    Container,
     read_container,
 )
 from model.images.inputs import (
     MAX_FILE_BYTES,
     MAX_INPUT_PIXELS,
     InputImage,
+    Pixels,
     decode_mask,
     decode_rgb,
     read_image,
     read_mask,
 )
-from tests.support.odd_images import chunk, png_of
+from tests.support.odd_images import (
+    FORMATS,
+    ORIENTATION,
+    WITH_SIZE,
+    chunk,
+    exif_segments,
+    insert_chunks,
+    insert_segments,
+    png_of,
+    text,
+    with_png_size,
+    write,
+)
 from tests.support.repository import REPOSITORY
 
-FORMATS = ("PNG", "JPEG", "WEBP")
 WIDTH, HEIGHT = 48, 32
-ORIENTATION = 0x0112
 
 
 def picture(mode: str = "RGB", width: int = WIDTH, height: int = HEIGHT) -> Image.Image:
@@ -44,64 +53,38 @@ def picture(mode: str = "RGB", width: int = WIDTH, height: int = HEIGHT) -> Imag
     return Image.fromarray(levels).convert(mode)
 
 
-def write(image: Image.Image, format: str = "PNG", **options: Any) -> bytes:
-    file = io.BytesIO()
-    image.save(file, format, **options)
-    return file.getvalue()
-
-
-def text(file: bytes) -> str:
-    return base64.b64encode(file).decode()
+PNG, JPEG, WEBP = (write(picture(), format) for format in FORMATS)
+FILES = dict(zip(FORMATS, (PNG, JPEG, WEBP), strict=True))
+PROGRESSIVE = write(picture(), "JPEG", progressive=True)
 
 
 def read(file: bytes) -> InputImage:
     return read_image(text(file), "image")
 
 
-def pixels(file: bytes) -> np.ndarray[Any, Any]:
+def pixels(file: bytes) -> Pixels:
     return decode_rgb(read(file))
 
 
-def refusal(call: Callable[[], object], field: str = "image") -> str:
+def pillow(file: bytes, mode: str = "RGB") -> Pixels:
+    """Decode a file with Pillow, upright."""
+    return np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(file))).convert(mode))
+
+
+def refusal(call: Callable[..., object], *arguments: object, field: str = "image") -> str:
     with pytest.raises(RequestRefused) as refused:
-        call()
+        call(*arguments)
     assert refused.value.field == field
     assert len(str(refused.value)) < 400
     return str(refused.value)
-
-
-def insert_chunk(png: bytes, kind: bytes, data: bytes, before: bytes = b"IDAT") -> bytes:
-    at = png.index(before) - 4
-    return png[:at] + chunk(kind, data) + png[at:]
-
-
-def with_png_size(png: bytes, width: int, height: int) -> bytes:
-    return png[:8] + chunk(b"IHDR", struct.pack(">II", width, height) + png[24:29]) + png[33:]
-
-
-def with_jpeg_size(jpeg: bytes, width: int, height: int) -> bytes:
-    at = jpeg.index(b"\xff\xc2" if b"\xff\xc2" in jpeg else b"\xff\xc0")  # progressive or baseline
-    return jpeg[: at + 5] + struct.pack(">HH", height, width) + jpeg[at + 9 :]
-
-
-def with_webp_size(webp: bytes, width: int, height: int) -> bytes:
-    extended = (
-        b"VP8X" + struct.pack("<II", 10, 0) + (width - 1).to_bytes(3, "little") + (height - 1).to_bytes(3, "little")
-    )
-    body = b"WEBP" + extended + webp[12:]
-    return b"RIFF" + struct.pack("<I", len(body)) + body
-
-
-SET_SIZE = {"PNG": with_png_size, "JPEG": with_jpeg_size, "WEBP": with_webp_size}
 
 
 # -- what is accepted -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize(
-    "prefix",
-    [
+def test_decodes_what_pillow_decodes(format: str) -> None:
+    for prefix in (
         "",
         "data:image/{};base64,",
         "DATA:IMAGE/{};BASE64,",
@@ -113,199 +96,136 @@ SET_SIZE = {"PNG": with_png_size, "JPEG": with_jpeg_size, "WEBP": with_webp_size
         "data:Image/JPG;name=a.jpg;Charset=UTF-8;Base64,",
         " data: image/{} ; charset=utf-8 ; base64 , ",
         f"data:image/png;name={'a' * 229};base64,",
+    ):
+        image = read_image(prefix.format(format.lower()) + text(FILES[format]), "image")
+        assert (image.width, image.height) == (WIDTH, HEIGHT), prefix
+        decoded = decode_rgb(image)
+        assert decoded.dtype == np.uint8
+        np.testing.assert_array_equal(decoded, pillow(FILES[format]), prefix)
+
+
+@pytest.mark.parametrize(
+    ("mode", "format", "options"),
+    [
+        *((mode, "PNG", {}) for mode in ("1", "L", "P")),
+        *((mode, "JPEG", {}) for mode in ("L", "CMYK")),
+        ("L", "WEBP", {}),
+        ("RGB", "PNG", {"compress_level": 9}),
+        ("RGB", "JPEG", {"progressive": True}),
+        ("RGB", "WEBP", {"lossless": True}),
     ],
 )
-def test_decodes_what_pillow_decodes(format: str, prefix: str) -> None:
-    file = write(picture(), format)
-    image = read_image(prefix.format(format.lower()) + text(file), "image")
-    assert (image.width, image.height) == (WIDTH, HEIGHT)
-    decoded = decode_rgb(image)
-    assert decoded.dtype == np.uint8
-    np.testing.assert_array_equal(decoded, np.asarray(Image.open(io.BytesIO(file)).convert("RGB")))
+def test_converts_modes_as_pillow(mode: str, format: str, options: dict[str, Any]) -> None:
+    file = write(picture(mode), format, **options)
+    np.testing.assert_array_equal(pixels(file), pillow(file))
+    np.testing.assert_array_equal(decode_mask(read(file)), pillow(file, "L"))
 
 
-MODES = [("1", "PNG"), ("L", "PNG"), ("L", "JPEG"), ("P", "PNG"), ("CMYK", "JPEG"), ("L", "WEBP")]
-
-
-@pytest.mark.parametrize(("mode", "format"), MODES)
-def test_converts_modes_as_pillow(mode: str, format: str) -> None:
-    file = write(picture(mode), format)
-    expected = Image.open(io.BytesIO(file))
-    np.testing.assert_array_equal(pixels(file), np.asarray(expected.convert("RGB")))
-    np.testing.assert_array_equal(decode_mask(read(file)), np.asarray(expected.convert("L")))
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_decodes_progressive_and_lossless_files(format: str) -> None:
-    file = write(picture(), format, progressive=True, lossless=True, compress_level=9)
-    np.testing.assert_array_equal(pixels(file), np.asarray(Image.open(io.BytesIO(file)).convert("RGB")))
-
-
-def test_divides_16_bit_values_by_256() -> None:
-    levels = np.linspace(0, 65535, WIDTH * HEIGHT).astype(np.uint16).reshape(HEIGHT, WIDTH)
-    file = write(Image.fromarray(levels))
+def test_divides_16_bit_levels_by_256() -> None:
+    grey = np.linspace(0, 65535, WIDTH * HEIGHT).astype(np.uint16).reshape(HEIGHT, WIDTH)
+    file = write(Image.fromarray(grey), "PNG")
     for decoded in (pixels(file)[..., 1], decode_mask(read(file))):
-        np.testing.assert_array_equal(decoded, levels >> 8)
-
-
-def test_divides_16_bit_colours_by_256() -> None:
-    levels = np.random.default_rng(0).integers(0, 65536, (4, 6, 3)).astype(">u2")
-    np.testing.assert_array_equal(pixels(png_of(levels, 16)), levels >> 8)
-
-
-def transparent(mode: str) -> Image.Image:
-    """Return an image that is red, and transparent in its left half."""
-    image = Image.new("RGBA", (4, 2), (255, 0, 0, 255))
-    image.paste((255, 0, 0, 0), (0, 0, 2, 2))
-    return image if mode == "RGBA" else image.convert(mode)
+        np.testing.assert_array_equal(decoded, grey >> 8)
+    colours = np.random.default_rng(0).integers(0, 65536, (4, 6, 3)).astype(">u2")
+    np.testing.assert_array_equal(pixels(png_of(colours, 16)), colours >> 8)
 
 
 @pytest.mark.parametrize(("mode", "format"), [("RGBA", "PNG"), ("RGBA", "WEBP"), ("LA", "PNG")])
 def test_blends_transparent_pixels_with_white(mode: str, format: str) -> None:
-    decoded = pixels(write(transparent(mode), format, lossless=True))
+    """Those of a mask are not repainted."""
+    image = Image.new("RGBA", (4, 2), (255, 0, 0, 255))
+    image.paste((255, 0, 0, 0), (0, 0, 2, 2))
+    file = write(image.convert(mode), format, lossless=True)
+    decoded = pixels(file)
     assert (decoded[:, :2] == 255).all()
     assert (decoded[:, 2:] == ((255, 0, 0) if mode == "RGBA" else 76)).all()
-
-
-def test_blends_by_alpha() -> None:
-    assert pixels(write(Image.new("RGBA", (1, 1), (0, 0, 0, 51)))).tolist() == [[[204, 204, 204]]]
-
-
-@pytest.mark.parametrize("grey_levels", [8, 16])
-def test_blends_the_transparent_colour_with_white(grey_levels: int) -> None:
-    levels = np.full((2, 4), 7 << (grey_levels - 8), np.uint16 if grey_levels == 16 else np.uint8)
-    levels[:, 2:] = 90 << (grey_levels - 8)
-    file = write(Image.fromarray(levels))
-    file = insert_chunk(file, b"tRNS", struct.pack(">H", int(levels[0, 0])))
-    assert pixels(file)[0, :, 0].tolist() == [255, 255, 90, 90]
+    assert np.asarray(decode_mask(read(file)))[0].tolist() == [0, 0, 76, 76]
+    assert pixels(write(Image.new("RGBA", (1, 1), (0, 0, 0, 51)), format, lossless=True)).tolist() == [[[204] * 3]]
 
 
 def transparent_color(*levels: int) -> bytes:
     return chunk(b"tRNS", struct.pack(f">{len(levels)}H", *levels))
 
 
-@pytest.mark.parametrize(
-    ("depth", "key"),
-    [(depth, key) for depth in (1, 2, 4) for key in range(2**depth)] + [(8, 0), (8, 90), (8, 255)],
-)
-def test_blends_the_transparent_grey_level_of_every_depth(depth: int, key: int) -> None:
-    """A file of few bits has the pixels of its 8-bit equivalent."""
-    levels = np.arange(2**depth)[None].repeat(2, axis=0)
-    scale = 255 // (2**depth - 1)
-    file = png_of(levels, depth, transparent_color(key))
-    equivalent = png_of(levels * scale, 8, transparent_color(key * scale))
-    expected = np.where(levels == key, 255, levels * scale)
-    np.testing.assert_array_equal(pixels(file), pixels(equivalent))
-    np.testing.assert_array_equal(pixels(file)[..., 1], expected)
-    np.testing.assert_array_equal(decode_mask(read(file)), np.where(levels == key, 0, levels * scale))
-
-
-@pytest.mark.parametrize("depth", [2, 4, 8])
-def test_ignores_unused_bits_of_the_transparent_level(depth: int) -> None:
-    levels = np.arange(2**depth)[None]
-    file = png_of(levels, depth, transparent_color(2 + 2**depth))
-    np.testing.assert_array_equal(pixels(file), pixels(png_of(levels, depth, transparent_color(2))))
-
-
-@pytest.mark.parametrize("key", [0, 90, 90 << 8, 90 << 8 | 7, 65_535])
-def test_the_transparent_level_of_16_bits_is_exact(key: int) -> None:
-    levels = np.array([[0, 1, 90, 90 << 8, 90 << 8 | 7, 65_534, 65_535]])
-    file = png_of(levels, 16, transparent_color(key))
-    np.testing.assert_array_equal(pixels(file)[..., 0], np.where(levels == key, 255, levels >> 8))
+@pytest.mark.parametrize("depth", [1, 2, 4, 8, 16])
+def test_blends_the_transparent_grey_level_of_every_depth(depth: int) -> None:
+    """Of 16 bits the level is exact. Of 2 to 8, further bits are ignored."""
+    scale = 255 / (2**depth - 1)
+    levels = np.arange(2**depth)[None] if depth < 16 else np.array([[0, 1, 90, 90 << 8, 90 << 8 | 7, 65_534, 65_535]])
+    eight_bits = (levels * scale).astype(int) if depth < 16 else levels >> 8
+    for key in levels[0].tolist() if depth != 8 else (0, 2, 90, 255):
+        files = [png_of(levels, depth, transparent_color(key))]
+        files += [png_of(levels, depth, transparent_color(key + 2**depth))] if depth in (2, 4, 8) else []
+        for file in files:
+            np.testing.assert_array_equal(pixels(file)[..., 1], np.where(levels == key, 255, eight_bits))
+            np.testing.assert_array_equal(decode_mask(read(file)), np.where(levels == key, 0, eight_bits))
 
 
 @pytest.mark.parametrize("key", [(0, 0, 0), (10, 20, 30), (10, 20, 31), (255, 254, 253)])
-@pytest.mark.parametrize("low_byte", [0, 7, 255])
-def test_blends_the_transparent_colour_of_16_bits(key: tuple[int, int, int], low_byte: int) -> None:
+def test_blends_the_transparent_colour_of_16_bits(key: tuple[int, int, int]) -> None:
     levels = np.array([[(0, 0, 0), (10, 20, 30), (10, 20, 29), (255, 254, 253)]])
-    wide_key = (level << 8 | low_byte for level in key)
-    file = png_of(levels << 8 | low_byte, 16, transparent_color(*wide_key))
-    np.testing.assert_array_equal(pixels(file), pixels(png_of(levels, 8, transparent_color(*key))))
-    np.testing.assert_array_equal(pixels(file), np.where((levels == key).all(axis=-1, keepdims=True), 255, levels))
+    for low_byte in (0, 7, 255):
+        file = png_of(levels << 8 | low_byte, 16, transparent_color(*(level << 8 | low_byte for level in key)))
+        np.testing.assert_array_equal(pixels(file), pixels(png_of(levels, 8, transparent_color(*key))))
+        np.testing.assert_array_equal(pixels(file), np.where((levels == key).all(axis=-1, keepdims=True), 255, levels))
+
+
+COLORS = chunk(b"PLTE", bytes([200, 100, 0, 10, 20, 30]))
 
 
 @pytest.mark.parametrize("alphas", [b"\xff\0", b"\x80\x40"], ids=["one-transparent", "several"])
 @pytest.mark.parametrize("depth", [1, 2, 4, 8])
 def test_blends_transparent_palette_entries_of_every_depth(depth: int, alphas: bytes) -> None:
     indices = np.array([[0, 1, 1, 0]])
-    colors = chunk(b"PLTE", bytes([200, 100, 0, 10, 20, 30]))
-    file = png_of(indices, depth, colors, chunk(b"tRNS", alphas), palette=True)
-    palette = np.array([[200, 100, 0], [10, 20, 30]])
+    file = png_of(indices, depth, COLORS, chunk(b"tRNS", alphas), palette=True)
     alpha = np.frombuffer(alphas, np.uint8)[:, None] / 255
-    expected = np.rint(palette * alpha + 255 * (1 - alpha))[indices]
+    expected = np.rint(np.array([[200, 100, 0], [10, 20, 30]]) * alpha + 255 * (1 - alpha))[indices]
     np.testing.assert_allclose(pixels(file), expected, atol=1)
 
 
-def test_does_not_repaint_transparent_pixels_of_a_mask() -> None:
-    mask = Image.new("RGBA", (4, 2), (255, 255, 255, 255))
-    mask.paste((255, 255, 255, 0), (0, 0, 2, 2))
-    assert np.asarray(decode_mask(read(write(mask))))[0].tolist() == [0, 0, 255, 255]
-
-
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_turns_images_upright(format: str, orientation: int) -> None:
-    exif = Image.Exif()
-    exif[ORIENTATION] = orientation
-    file = write(picture(), format, exif=exif)
-    image = read(file)
-    assert (image.width, image.height) == ((HEIGHT, WIDTH) if orientation >= 5 else (WIDTH, HEIGHT))
-    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(file))).convert("RGB")
-    np.testing.assert_array_equal(decode_rgb(image), np.asarray(expected))
-
-
-def test_reads_big_endian_exif_after_the_pixels() -> None:
-    exif = b"MM\0*" + struct.pack(">IHHHIHH", 8, 1, ORIENTATION, 3, 1, 6, 0)
-    image = read(insert_chunk(write(picture()), b"eXIf", exif, before=b"IEND"))
-    assert (image.width, image.height) == (HEIGHT, WIDTH)
-
-
-def exif_of(orientation: int) -> bytes:
+def exif_of(orientation: int, order: str = "<") -> bytes:
     """Return EXIF data that state an orientation, from their TIFF header on."""
-    return b"II*\0" + struct.pack("<IHHHIHHI", 8, 1, ORIENTATION, 3, 1, orientation, 0, 0)
+    entry = struct.pack(f"{order}HHIHHI", ORIENTATION, 3, 1, orientation, 0, 0)
+    return (b"II*\0" if order == "<" else b"MM\0*") + struct.pack(f"{order}IH", 8, 1) + entry
 
 
-def with_jpeg_exif(file: bytes, *parts: bytes) -> bytes:
-    segments = [b"\xff\xe1" + struct.pack(">H", len(part) + 8) + b"Exif\0\0" + part for part in parts]
-    return b"".join([file[:2], *segments, file[2:]])
-
-
-def with_webp_exif(file: bytes, *parts: bytes) -> bytes:
-    body = with_webp_size(file, WIDTH, HEIGHT)[8:]
+def with_webp_exif(*parts: bytes) -> bytes:
+    body = WITH_SIZE["WEBP"](WEBP, WIDTH, HEIGHT)[8:]
     body = body[:12] + b"\x08" + body[13:]  # the flag of VP8X for EXIF
     body += b"".join(b"EXIF" + struct.pack("<I", len(part)) + part + b"\0" * (len(part) % 2) for part in parts)
     return b"RIFF" + struct.pack("<I", len(body)) + body
 
 
+def with_jpeg_exif(*parts: bytes) -> bytes:
+    return insert_segments(JPEG, b"".join(map(exif_segments, parts)))
+
+
 def check_upright_as_pillow(file: bytes, turned: bool) -> None:
-    image = read(file)
-    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(file))).convert("RGB")
-    assert (image.width, image.height) == expected.size == ((HEIGHT, WIDTH) if turned else (WIDTH, HEIGHT))
-    np.testing.assert_array_equal(decode_rgb(image), np.asarray(expected))
+    image, expected = read(file), pillow(file)
+    assert (image.height, image.width) == expected.shape[:2] == ((WIDTH, HEIGHT) if turned else (HEIGHT, WIDTH))
+    np.testing.assert_array_equal(decode_rgb(image), expected)
 
 
-@pytest.mark.parametrize("add", [with_jpeg_exif, with_webp_exif])
-@pytest.mark.parametrize(("first", "second"), [(6, 1), (1, 6), (6, 3), (8, 6)])
-def test_the_first_exif_states_the_rotation(add: Callable[..., bytes], first: int, second: int) -> None:
-    file = add(write(picture(), "JPEG" if add is with_jpeg_exif else "WEBP"), exif_of(first), exif_of(second))
-    check_upright_as_pillow(file, turned=first >= 5)
+@pytest.mark.parametrize("format", FORMATS)
+def test_turns_images_upright(format: str) -> None:
+    for orientation in range(1, 9):
+        exif = Image.Exif()
+        exif[ORIENTATION] = orientation
+        check_upright_as_pillow(write(picture(), format, exif=exif), turned=orientation >= 5)
 
 
-def test_joins_exif_in_several_jpeg_segments() -> None:
-    exif = exif_of(6)
-    check_upright_as_pillow(with_jpeg_exif(write(picture(), "JPEG"), exif[:8], exif[8:]), turned=True)
-
-
-def test_reads_exif_with_the_prefix_of_a_jpeg() -> None:
-    exif = b"Exif\0\0" + exif_of(6)
-    check_upright_as_pillow(insert_chunk(write(picture()), b"eXIf", exif), turned=True)
-    check_upright_as_pillow(with_webp_exif(write(picture(), "WEBP"), exif), turned=True)
-
-
-@pytest.mark.parametrize("exif", [b"", b"II*\0", b"II*\0\xff\xff\xff\xff", b"II*\0\x08\0\0\0\xff\xff", b"nonsense"])
-def test_ignores_damaged_exif(exif: bytes) -> None:
-    image = read(insert_chunk(write(picture()), b"eXIf", exif))
-    assert (image.width, image.height) == (WIDTH, HEIGHT)
+def test_reads_exif_as_files_have_it() -> None:
+    """The first states the rotation, in either byte order, after the pixels, in several segments, with a prefix."""
+    for first, second in ((6, 1), (1, 6), (6, 3), (8, 6)):
+        check_upright_as_pillow(with_jpeg_exif(exif_of(first), exif_of(second)), turned=first >= 5)
+        check_upright_as_pillow(with_webp_exif(exif_of(first), exif_of(second)), turned=first >= 5)
+    check_upright_as_pillow(with_jpeg_exif(exif_of(6)[:8], exif_of(6)[8:]), turned=True)
+    check_upright_as_pillow(insert_chunks(PNG, chunk(b"eXIf", b"Exif\0\0" + exif_of(6))), turned=True)
+    check_upright_as_pillow(with_webp_exif(b"Exif\0\0" + exif_of(6)), turned=True)
+    big_endian = b"MM\0*" + struct.pack(">IHHHIHH", 8, 1, ORIENTATION, 3, 1, 6, 0)
+    assert read(insert_chunks(PNG, chunk(b"eXIf", big_endian), before=b"IEND")).width == HEIGHT
+    for damaged in (b"", b"II*\0", b"II*\0\xff\xff\xff\xff", b"II*\0\x08\0\0\0\xff\xff", b"nonsense"):
+        assert read(insert_chunks(PNG, chunk(b"eXIf", damaged))).width == WIDTH
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -313,14 +233,10 @@ def test_pixel_data_has_no_metadata(format: str) -> None:
     exif = Image.Exif()
     exif[ORIENTATION], exif[0x010E] = 3, "private description"
     profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
-    options: dict[str, Any] = {"exif": exif, "icc_profile": profile}
-    if format == "PNG":
-        info = PngImagePlugin.PngInfo()
-        info.add_text("comment", "private text", zip=True)
-        options["pnginfo"] = info
-    if format == "JPEG":
-        options["comment"] = "private text"
-    file = write(picture(), format, **options) + b"trailing"
+    info = PngImagePlugin.PngInfo()
+    info.add_text("comment", "private text", zip=True)
+    own: dict[str, Any] = {"PNG": {"pnginfo": info}, "JPEG": {"comment": "private text"}, "WEBP": {}}[format]
+    file = write(picture(), format, exif=exif, icc_profile=profile, **own) + b"trailing"
     assert b"private description" in file
     kept = read_container(file).pixel_data
     assert len(kept) < len(file) - 200 and b"private" not in kept and not kept.endswith(b"trailing")
@@ -329,17 +245,12 @@ def test_pixel_data_has_no_metadata(format: str) -> None:
         assert not {"exif", "icc_profile", "comment"} & image.info.keys()
 
 
-def test_accepts_a_jpeg_with_further_images() -> None:
-    """A phone's JPEG (MPO) holds its main image, then others."""
+def test_accepts_unusual_jpegs() -> None:
+    """A phone's JPEG (MPO) holds its main image, then others. Bytes may fill the space before a marker."""
     file = write(picture(), "MPO", save_all=True, append_images=[picture().rotate(180)])
-    first = write(picture(), "JPEG")
-    np.testing.assert_array_equal(pixels(file), pixels(first))
-
-
-def test_accepts_fill_bytes_before_a_jpeg_marker() -> None:
-    file = write(picture(), "JPEG")
-    at = file.index(b"\xff\xdb")
-    np.testing.assert_array_equal(pixels(file[:at] + b"\xff" * 9 + file[at:]), pixels(file))
+    np.testing.assert_array_equal(pixels(file), pixels(JPEG))
+    at = JPEG.index(b"\xff\xdb")
+    np.testing.assert_array_equal(pixels(JPEG[:at] + b"\xff" * 9 + JPEG[at:]), pixels(JPEG))
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
@@ -350,11 +261,8 @@ def test_accepts_fill_bytes_before_a_jpeg_marker() -> None:
     [
         ("", "got an empty text"),
         ("data:image/png;base64,", "got an empty text"),
-        ("not base64!", "the text is not base64"),
-        ("é" * 8, "the text is not base64"),
-        ("iVBORw0KGgo", "the text is not base64"),
+        *((data, "the text is not base64") for data in ("not base64!", "é" * 8, "iVBORw0KGgo", "iVBORw0KGgo====")),
         ("iVBO\nRw0K", "without line breaks"),
-        ("iVBORw0KGgo====", "the text is not base64"),
         ("https://example.com/cat.png", 'got "https://example.com/cat.png"'),
         ("data:image/gif;base64,R0lGODlh", 'got "data:image/gif;base64"'),
         ("data:image/gif;base64,R0lGODlh", 'of the media type "image/gif". Expected image/png, image/jpeg, image/jpg'),
@@ -370,140 +278,107 @@ def test_accepts_fill_bytes_before_a_jpeg_marker() -> None:
     ],
 )
 def test_refuses_text_that_is_no_image(data: str, message: str) -> None:
-    assert message in refusal(lambda: read_image(data, "masks.2.image"), "masks.2.image")
+    assert message in refusal(read_image, data, "masks.2.image", field="masks.2.image")
 
 
-@pytest.mark.parametrize("excess", [0, 1, 2, 3])
+@pytest.mark.parametrize("excess", [0, 1])
 def test_refuses_more_than_32_mib(excess: int) -> None:
-    data = text(bytes(MAX_FILE_BYTES + excess))
-    message = refusal(lambda: read_image(data, "image"))
+    message = refusal(read, bytes(MAX_FILE_BYTES + excess))
     assert ("At most 32 MiB" in message) is (excess > 0)
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("size", [(100_000, 100_000), (20_000, 2), (2, 20_000), (6_000, 6_000)], ids=str)
-def test_refuses_large_sizes_by_their_header(format: str, size: tuple[int, int]) -> None:
-    if format == "JPEG" and max(size) > 65_535:
-        size = (65_535, 65_535)
-    message = refusal(lambda: read(SET_SIZE[format](write(picture(), format), *size)))
-    assert f"{size[0]} x {size[1]} pixels. At most 32 megapixels" in message
-
-
-@pytest.mark.parametrize("format", ["PNG", "JPEG"])
-@pytest.mark.parametrize("size", [(0, 5), (5, 0)], ids=str)
-def test_refuses_an_image_without_pixels(format: str, size: tuple[int, int]) -> None:
-    assert "Send at least 1 x 1" in refusal(lambda: read(SET_SIZE[format](write(picture(), format), *size)))
-
-
-@pytest.mark.parametrize("format", ["PNG", "WEBP"])
-def test_refuses_animations(format: str) -> None:
-    file = write(picture(), format, save_all=True, append_images=[picture().rotate(180)])
-    assert "animated" in refusal(lambda: read(file))
+def test_refuses_sizes_by_their_header(format: str) -> None:
+    most = 65_535 if format == "JPEG" else 100_000
+    for size in ((most, most), (20_000, 2), (2, 20_000), (6_000, 6_000)):
+        message = refusal(read, WITH_SIZE[format](FILES[format], *size))
+        assert f"{size[0]} x {size[1]} pixels. At most 32 megapixels" in message
+    for size in () if format == "WEBP" else ((0, 5), (5, 0)):
+        assert "Send at least 1 x 1" in refusal(read, WITH_SIZE[format](FILES[format], *size))
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_refuses_every_truncation(format: str) -> None:
     """A file that lacks its last bytes is refused by its headers, or when its pixels are decoded."""
-    file = write(picture(), format)
-    for length in range(1, len(file)):
-        assert refusal(lambda length=length: pixels(file[:length]))  # type: ignore[misc]
+    for length in range(1, len(FILES[format])):
+        assert refusal(pixels, FILES[format][:length])
 
 
 @pytest.mark.parametrize("format", ["PNG", "WEBP"])
 def test_refuses_pixels_that_end_early(format: str) -> None:
     """The headers state more pixels than the file has. libjpeg fills up a JPEG with grey, and does not report it."""
-    file = SET_SIZE[format](write(picture(), format), 4_000, 4_000)
-    image = read(file)
-    assert "damaged" in refusal(lambda: decode_rgb(image))
+    assert "damaged" in refusal(pixels, WITH_SIZE[format](FILES[format], 4_000, 4_000))
 
 
 @pytest.mark.parametrize(("mode", "missing"), [("RGB", 0), ("RGBA", 255)])
 def test_missing_rows_of_a_png_are_black_or_transparent(mode: str, missing: int) -> None:
     """The limit that docs/requests.md states: the compressed data ends, complete, after a whole row."""
     image = picture(mode)
-    decoded = pixels(with_png_size(write(image), WIDTH, 2 * HEIGHT))
+    decoded = pixels(with_png_size(write(image, "PNG"), WIDTH, 2 * HEIGHT))
     np.testing.assert_array_equal(decoded[:HEIGHT], np.asarray(image.convert("RGB")))
     assert (decoded[HEIGHT:] == missing).all()
     page = (REPOSITORY / "docs" / "requests.md").read_text()
     assert "The missing rows are black, or\n  transparent" in page
 
 
-def test_refuses_damaged_compressed_data() -> None:
-    file = bytearray(write(picture()))
-    file[file.index(b"IDAT") + 20] ^= 0xFF
-    image = read(bytes(file))
-    assert "truncated or damaged" in refusal(lambda: decode_rgb(image))
+def with_flipped_byte() -> bytes:
+    at = PNG.index(b"IDAT") + 20
+    return PNG[:at] + bytes([PNG[at] ^ 0xFF]) + PNG[at + 1 :]
 
 
-@pytest.mark.parametrize("alphas", [b"\xff" * 300 + b"\0", b"\1" * 300])
-@pytest.mark.parametrize("decode", [decode_rgb, decode_mask])
-def test_refuses_transparency_of_too_many_palette_entries(decode: Callable[..., object], alphas: bytes) -> None:
-    colors = chunk(b"PLTE", bytes([200, 100, 0, 10, 20, 30]))
-    image = read(png_of(np.array([[0, 1]]), 8, colors, chunk(b"tRNS", alphas), palette=True))
-    assert "truncated or damaged" in refusal(lambda: decode(image))
+def with_palette_alphas(alphas: bytes) -> bytes:
+    return png_of(np.array([[0, 1]]), 8, COLORS, chunk(b"tRNS", alphas), palette=True)
 
 
-def test_refuses_an_arithmetic_jpeg() -> None:
-    file = write(picture(), "JPEG").replace(b"\xff\xc0", b"\xff\xc9", 1)
-    assert "lossless or arithmetic" in refusal(lambda: read(file))
+SCAN = PROGRESSIVE[PROGRESSIVE.rindex(b"\xff\xda") : -2]
+MANY_WEBP_CHUNKS = WEBP[8:] + b"JUNK\0\0\0\0" * 1_000
 
 
-def test_refuses_a_mask_of_another_size() -> None:
-    image = read(write(picture()))
-    data = text(write(picture("L", HEIGHT, WIDTH)))
-    message = refusal(lambda: read_mask(data, "masks.0.image", image), "masks.0.image")
-    assert "the mask has 32 x 48 pixels, the image 48 x 32" in message
+@pytest.mark.parametrize(
+    ("file", "word"),
+    [
+        *((write(picture(), format, save_all=True, append_images=[picture().rotate(180)]), "animated")
+          for format in ("PNG", "WEBP")),
+        (with_flipped_byte(), "truncated or damaged"),
+        (with_palette_alphas(b"\xff" * 300 + b"\0"), "truncated or damaged"),
+        (with_palette_alphas(b"\1" * 300), "truncated or damaged"),
+        (JPEG.replace(b"\xff\xc0", b"\xff\xc9", 1), "lossless or arithmetic"),
+        (insert_chunks(PNG, chunk(b"tEXt") * MAX_PNG_CHUNKS), "chunks"),
+        (insert_segments(JPEG, b"\xff\xfe\0\x02" * 2_000), "segments"),
+        (PROGRESSIVE[:-2] + SCAN * MAX_JPEG_SCANS + PROGRESSIVE[-2:], "scans"),
+        (b"RIFF" + struct.pack("<I", len(MANY_WEBP_CHUNKS)) + MANY_WEBP_CHUNKS, "chunks"),
+    ],
+    ids=lambda case: case if isinstance(case, str) else len(case),
+)  # fmt: skip
+def test_refuses_damaged_and_unbounded_files(file: bytes, word: str) -> None:
+    assert word in refusal(pixels, file)
+    assert word in refusal(lambda: decode_mask(read(file)))
 
 
 def test_compares_upright_sizes_of_mask_and_image() -> None:
-    exif = Image.Exif()
-    exif[ORIENTATION] = 6
-    image = read(write(picture(), "JPEG", exif=exif))
-    assert read_mask(text(write(picture("L", HEIGHT, WIDTH))), "masks.0.image", image).width == HEIGHT
+    data = text(write(picture("L", HEIGHT, WIDTH), "PNG"))
+    message = refusal(read_mask, data, "masks.0.image", read(PNG), field="masks.0.image")
+    assert "the mask has 32 x 48 pixels, the image 48 x 32" in message
+    assert read_mask(data, "masks.0.image", read(with_jpeg_exif(exif_of(6)))).width == HEIGHT
 
 
 # -- bombs ------------------------------------------------------------------------------------------------------------
 
 
-def container(file: bytes) -> Container:
-    return read(file).container
-
-
 @pytest.mark.parametrize("kind", [b"zTXt", b"iCCP"])
 def test_does_not_expand_compressed_metadata(kind: bytes) -> None:
     bomb = b"a\0\0" + zlib.compress(bytes(64 * 2**20))
-    file = insert_chunk(write(picture()), kind, bomb)
-    assert len(container(file).pixel_data) < len(file) - len(bomb)
+    file = insert_chunks(PNG, chunk(kind, bomb))
+    assert len(read(file).container.pixel_data) < len(file) - len(bomb)
     np.testing.assert_array_equal(pixels(file), np.asarray(picture()))
 
 
 def test_does_not_read_exif_entries_that_overlap() -> None:
     """65,535 entries that each refer to the same large value: Pillow copies it for each."""
     entries = b"".join(struct.pack("<HHII", tag, 7, 10_000, 8) for tag in range(0x200, 0x1000))
-    exif = b"II*\0" + struct.pack("<IH", 8, 0xE00) + entries
-    file = write(picture(), "JPEG")
-    for _ in range(3):
-        file = file[:2] + b"\xff\xe1" + struct.pack(">H", len(exif) + 8) + b"Exif\0\0" + exif + file[2:]
-    assert b"Exif" not in container(file).pixel_data
+    file = with_jpeg_exif(*3 * [b"II*\0" + struct.pack("<IH", 8, 0xE00) + entries])
+    assert b"Exif" not in read(file).container.pixel_data
     assert pixels(file).shape == (HEIGHT, WIDTH, 3)
-
-
-def test_limits_the_chunks_of_a_png() -> None:
-    file = write(picture())
-    at = file.index(b"IDAT") - 4
-    assert "chunks" in refusal(lambda: read(file[:at] + chunk(b"tEXt") * MAX_PNG_CHUNKS + file[at:]))
-
-
-def test_limits_the_segments_of_a_jpeg() -> None:
-    file = write(picture(), "JPEG")
-    assert "segments" in refusal(lambda: read(file[:2] + b"\xff\xfe\0\x02" * 2_000 + file[2:]))
-
-
-def test_limits_the_scans_of_a_jpeg() -> None:
-    file = write(picture(), "JPEG", progressive=True)
-    scan = file[file.rindex(b"\xff\xda") : -2]
-    assert "scans" in refusal(lambda: read(file[:-2] + scan * MAX_JPEG_SCANS + file[-2:]))
-    assert pixels(file[:-2] + scan * 3 + file[-2:]).shape
 
 
 @pytest.mark.parametrize(
@@ -512,27 +387,17 @@ def test_limits_the_scans_of_a_jpeg() -> None:
 def test_limits_the_scans_of_a_large_jpeg(width: int, height: int, most: int) -> None:
     """Each scan is decoded in a pass over all pixels. A small file states many scans and pixels."""
     assert MAX_JPEG_SCAN_PIXELS == MAX_LARGE_JPEG_SCANS * MAX_INPUT_PIXELS
-    file = with_jpeg_size(write(picture(), "JPEG", progressive=True), width, height)
-    first, last = file.index(b"\xff\xda"), file.rindex(b"\xff\xda")
-    scans = file.count(b"\xff\xda", first)
-    accepted = file[:-2] + file[last:-2] * (most - scans)
+    file = WITH_SIZE["JPEG"](PROGRESSIVE, width, height)
+    accepted = file[:-2] + SCAN * (most - file.count(b"\xff\xda"))
     assert read(accepted + file[-2:]).width == width
-    message = refusal(lambda: read(accepted + file[last:]))
+    message = refusal(read, accepted + SCAN + file[-2:])
     if most < MAX_JPEG_SCANS:
         assert f"has {most + 1} scans of {width} x {height} pixels; a JPEG of this size may have {most}." in message
         assert message.endswith("Send it as a baseline JPEG, which has one scan, or as a PNG or WebP file.")
 
 
-def test_limits_the_chunks_of_a_webp() -> None:
-    file = write(picture(), "WEBP")
-    body = file[8:] + b"JUNK\0\0\0\0" * 1_000
-    assert "chunks" in refusal(lambda: read(b"RIFF" + struct.pack("<I", len(body)) + body))
-
-
 def test_reads_a_long_run_of_fill_bytes_once() -> None:
     """A search that starts again at each byte would take hours."""
-    file = write(picture(), "JPEG")
-    at = file.index(b"\xff\xdb")
-    filler = b"\xff" * 2**24
-    for altered in (file[:at] + filler + file[at:], file[:-2] + filler + b"\0" + file[-2:]):
-        assert container(altered).width == WIDTH
+    at, filler = JPEG.index(b"\xff\xdb"), b"\xff" * 2**24
+    for altered in (JPEG[:at] + filler + JPEG[at:], JPEG[:-2] + filler + b"\0" + JPEG[-2:]):
+        assert read(altered).container.width == WIDTH

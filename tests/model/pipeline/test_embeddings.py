@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -20,20 +21,16 @@ from engine_builder.embeddings.add import add_embeddings, parse_embeddings
 from engine_builder.embeddings.read import BadEmbedding, read_embedding
 from engine_builder.releases.signing import public_key
 from engine_builder.stores.store import WritableStore, open_writable_store
-from model.api.request import GenerationRequest
-from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.loading.load import Loaded, load_release
 from model.loading.target import Target, detect_targets
-from model.pipeline.params import GenerationParams
 from model.pipeline.text_to_image import generate
 from model.store.precision import FP32
 from tests.support.adapters import copy_store
-from tests.support.images import largest_difference
+from tests.support.parity import check_all_differ, check_images, image_of, params_of
 from tests.support.reference import Reference
 from tests.support.uncompiled import publish_uncompiled
 
-TOLERANCE = 2  # of 255: float32 rounding, in another order
 ROWS, WIDTH = 6, 16  # of the toy's text encoders
 VECTORS = {"<cat>": 3, "<ink>": 1}
 
@@ -81,59 +78,58 @@ def reference(toy_folder: Path, files: dict[str, Path]) -> Reference:
     return reference
 
 
-def params_of(loaded: Loaded, prompt: str, **fields: object) -> GenerationParams:
-    request = {"prompt": prompt, "seed": 7, "width": 64, "height": 64, "num_inference_steps": 4} | fields
-    return resolve(GenerationRequest.model_validate(request), loaded.served)
+PROMPTS = [
+    "a photo of <ink> at dusk",
+    "<cat>",
+    "a red <cat> on <ink>, <cat>",
+    "a<cat>b<ink>",
+    "a large red circle on a blue background " * 9 + "<cat>",
+    "a large red circle",
+]
 
 
-PROMPTS = {
-    "one vector": ("a photo of <ink> at dusk", {}),
-    "three vectors": ("<cat>", {}),
-    "both": ("a red <cat> on <ink>, <cat>", {}),
-    "without spaces": ("a<cat>b<ink>", {}),
-    "negative prompt": ("a circle", {"negative_prompt": "a <cat>"}),
-    "longer than 77 tokens": ("a large red circle on a blue background " * 9 + "<cat>", {}),
-    "no embedding": ("a large red circle", {}),
-}
-
-
-@pytest.mark.parametrize("case", PROMPTS)
-def test_images_are_those_of_diffusers(case: str, worded: Loaded, reference: Reference) -> None:
-    prompt, fields = PROMPTS[case]
-    params = params_of(worded, prompt, **fields)
-    assert largest_difference(generate(worded.model, [params])[0][0], reference.generate(params)) <= TOLERANCE
+def test_images_are_those_of_diffusers(worded: Loaded, reference: Reference) -> None:
+    """Also without an embedding, and with one after the 77 tokens that are read."""
+    params = params_of(worded, num_inference_steps=4)
+    negative = replace(params, negative_prompt="a <cat>")
+    check_images(worded.model, reference, *(replace(params, prompt=prompt) for prompt in PROMPTS), negative)
+    changed = (replace(params, prompt=f"a photo of {word}") for word in ("", "<cat>", "<ink>", "cat"))
+    check_all_differ(worded.model, *changed)
 
 
 @pytest.mark.parametrize("syntax", ["plain", "weighted"])
 def test_capitals_mean_the_same_token(syntax: str, worded: Loaded) -> None:
     """Unlike in diffusers, which uses the first vector alone."""
-    prompts = ("a photo of <cat> and <ink>", "A Photo of <CAT> and <Ink>")
-    [lower], [upper] = (
-        generate(worded.model, [params_of(worded, prompt, prompt_syntax=syntax)])[0] for prompt in prompts
-    )
-    assert largest_difference(lower, upper) == 0
+    lower = params_of(worded, prompt="a photo of <cat> and <ink>", prompt_syntax=syntax)
+    upper = replace(lower, prompt="A Photo of <CAT> and <Ink>")
+    assert np.array_equal(image_of(worded.model, lower), image_of(worded.model, upper))
 
 
 @pytest.mark.parametrize("field", ["prompt", "negative_prompt"])
 def test_warns_of_an_embedding_that_is_left_out(field: str, worded: Loaded) -> None:
-    prompts = {"prompt": "a circle", "negative_prompt": "a square"}
-    cut, without = ({**prompts, field: "circle " * 74 + last} for last in ("<cat>", ""))
-    [image], _, warnings = generate(worded.model, [params_of(worded, **cut)])
+    params = params_of(worded, prompt="a circle", negative_prompt="a square")
+    cut, without = (replace(params, **{field: "circle " * 74 + last}) for last in ("<cat>", ""))
+    [image], _, warnings = generate(worded.model, [cut])
     assert [warning.partition(";")[0] for warning in warnings] == [
         f"{field}: the text encoders read 77 tokens",
         f'{field}: the embedding "<cat>" was left out as a whole, because not all of its vectors fit. Write it '
         "earlier.",
     ]
-    [expected], _, none = generate(worded.model, [params_of(worded, **without)])
-    assert not none and largest_difference(image, expected) == 0
+    [expected], _, none = generate(worded.model, [without])
+    assert not none and np.array_equal(image, expected)
 
 
-def test_each_embedding_changes_the_image(worded: Loaded) -> None:
-    """So the comparisons above can fail."""
-    prompts = ("a photo of", "a photo of <cat>", "a photo of <ink>", "a photo of cat")
-    images = [generate(worded.model, [params_of(worded, prompt)])[0][0] for prompt in prompts]
-    differences = [largest_difference(images[i], images[j]) for i in range(4) for j in range(i)]
-    assert min(differences) > TOLERANCE, differences
+def check_equal_images(one: Loaded, other: Loaded, *prompts: str, replaced: str = "") -> None:
+    """Both give the same image of each prompt. `replaced`: the name of <cat> in the first."""
+    for prompt in prompts:
+        first = image_of(one.model, params_of(one, prompt=prompt.replace("<cat>", replaced or "<cat>")))
+        assert np.array_equal(first, image_of(other.model, params_of(other, prompt=prompt)))
+
+
+def write(path: Path, *vectors: int, width: int = WIDTH) -> Path:
+    """Write an embedding of so many vectors for each of SDXL's text encoders. Returns `path`."""
+    save_file({key: torch.ones(count, width) for key, count in zip(("clip_l", "clip_g"), vectors, strict=True)}, path)
+    return path
 
 
 def test_a_new_version_shares_all_but_texts(store: WritableStore, worded: Loaded) -> None:
@@ -155,8 +151,7 @@ def test_adds_more_to_a_version_and_signs_it(
     """Rows are left for two more vectors, and not for a third."""
     key = Ed25519PrivateKey.generate()
     opened = open_writable_store(copy_store(store, tmp_path / "store"))
-    one = tmp_path / "one.safetensors"
-    save_file({"clip_l": torch.ones(2, WIDTH), "clip_g": torch.ones(2, WIDTH)}, one)
+    one = write(tmp_path / "one.safetensors", 2, 2)
     with pytest.raises(BadEmbedding, match="worded/2 has no free row for 3 vectors: text_encoder has rows for 2 more"):
         add_embeddings(opened, "worded/2", {"<dog>": [files["<cat>"]]})
     manifest, is_new = add_embeddings(opened, "worded/2", {"<dog>": [one]}, key)
@@ -164,8 +159,7 @@ def test_adds_more_to_a_version_and_signs_it(
     assert manifest.name == "worded/3"
     assert json.loads(manifest.builder["embeddings"]).keys() == {*VECTORS, "<dog>"}
     again = load_release(opened, "worded/3", detect_targets(), [], ColdStart(), public_keys=[public_key(key)])
-    [with_cat], [as_before] = (generate(loaded.model, [params_of(loaded, "a <cat>")])[0] for loaded in (again, worded))
-    assert largest_difference(with_cat, as_before) == 0
+    check_equal_images(again, worded, "a <cat>")
 
 
 def test_reads_releases_whose_tokenizers_have_the_tokens(store: WritableStore, worded: Loaded, tmp_path: Path) -> None:
@@ -185,11 +179,8 @@ def test_reads_releases_whose_tokenizers_have_the_tokens(store: WritableStore, w
     opened.write_release(old)
     assert b'"embeddings": {' not in old.to_json() and opened.read_release("worded/9").required_schema < 5
     loaded = load_release(opened, "worded/9", detect_targets(), [], ColdStart())
-    for prompt in ("a <CAT> on <ink>", "<cat>"):
-        [image], [expected] = (generate(of.model, [params_of(of, prompt)])[0] for of in (loaded, worded))
-        assert largest_difference(image, expected) == 0
-    one = tmp_path / "one.safetensors"
-    save_file({"clip_l": torch.ones(2, WIDTH), "clip_g": torch.ones(2, WIDTH)}, one)
+    check_equal_images(loaded, worded, "a <CAT> on <ink>", "<cat>")
+    one = write(tmp_path / "one.safetensors", 2, 2)
     with pytest.raises(BadEmbedding, match="'<Cat>_1' is in the release's tokenizer already, as '<cat>_1'"):
         add_embeddings(opened, "worded/9", {"<Cat>_1": [one]})
     added, _ = add_embeddings(opened, "worded/9", {"<cat>_3": [one]})
@@ -207,21 +198,13 @@ def test_refuses_a_release_without_rows(toy_store: WritableStore, files: dict[st
     assert opened.releases() == ["toy-sdxl/1"]
 
 
-def test_refuses_tokens_of_the_vocabulary(store: WritableStore, worded: Loaded, files: dict[str, Path]) -> None:
-    for token in ("a</w>", "<|endoftext|>"):
-        with pytest.raises(BadEmbedding, match="is in the release's tokenizer already"):
-            add_embeddings(store, "worded/1", {token: [files["<ink>"]]})
-    with pytest.raises(BadEmbedding, match="'<cat>' is in the release's tokenizer already"):
-        add_embeddings(store, "worded/2", {"<cat>": [files["<ink>"]]})
-    assert store.releases() == ["worded/1", "worded/2"]
-
-
 REFUSED_TOKENS = {
     "capitals": (["EasyNegative=one", "easynegative=one"], "'EasyNegative' and 'easynegative' are one for"),
     "accents": (["caf\u00e9=one", "cafe\u0301=one"], "'caf\u00e9' and 'cafe\u0301' are one for"),
     "the same": (["<x>=one", "<x>=one"], "The token '<x>' is given twice. Choose another token. Give a file for each"),
     "in the release": (["<CAT>=one"], "The token '<CAT>' is in the release's tokenizer already, as '<cat>'."),
     "in the vocabulary": (["<|EndOfText|>=one"], "is in the release's tokenizer already, as '<|endoftext|>'."),
+    "of the vocabulary": (["a</w>=one"], "is in the release's tokenizer already"),
     "divided": (["a<|endoftext|>=one"], "divides the token 'a<|endoftext|>' into 'a', '<|endoftext|>'. Choose"),
     "more vectors than a chunk": (
         ["<x>=many"],
@@ -236,7 +219,7 @@ def test_refuses_tokens_that_prompts_cannot_use(
 ) -> None:
     options, message = REFUSED_TOKENS[case]
     for name, count in (("one", 1), ("many", 76)):
-        save_file({key: torch.ones(count, WIDTH) for key in ("clip_l", "clip_g")}, tmp_path / name)
+        write(tmp_path / name, count, count)
     options = [option.replace("=", f"={tmp_path}/") for option in options]
     folder = copy_store(store, tmp_path / "store")
     result = CliRunner().invoke(app, ["add-embedding", "worded/2", *options, "--store", str(folder)])
@@ -257,9 +240,7 @@ def test_reads_a_file_for_each_text_encoder(
     assert result.exit_code == 0, result.output
     newest = open_writable_store(folder).releases()[-1]
     loaded = load_release(open_writable_store(folder), newest, detect_targets(), [], ColdStart())
-    [image] = generate(loaded.model, [params_of(loaded, "a red <cat-toy>")])[0]
-    [expected] = generate(worded.model, [params_of(worded, "a red <cat>")])[0]
-    assert largest_difference(image, expected) == 0
+    check_equal_images(loaded, worded, "a red <cat>", replaced="<cat-toy>")
 
 
 def test_a_comma_may_be_in_the_name_of_a_file(tmp_path: Path) -> None:
@@ -268,74 +249,52 @@ def test_a_comma_may_be_in_the_name_of_a_file(tmp_path: Path) -> None:
     assert parse_embeddings([f"<x>={path}", "<y>=a,b"]) == {"<x>": (path,), "<y>": (Path("a"), Path("b"))}
 
 
-FILES: dict[str, tuple[list[dict[str, torch.Tensor]], int, str]] = {
-    "second encoder only": ([{"clip_g": torch.ones(1, 1280)}], 2, "has clip_g and lacks clip_l, the vectors of"),
-    "older keys": ([{"text_encoders_0": torch.ones(1, 768)}], 2, "lacks text_encoders_1, the vectors of SDXL's second"),
-    "of Stable Diffusion 1": (
-        [{"emb_params": torch.ones(2, 768)}],
-        2,
-        "has the vectors of one text encoder only: emb_params, width 768 (SDXL's first text encoder or Stable "
-        "Diffusion 1). SDXL has two. Give a file for each text encoder, in their order: TOKEN=FIRST.safetensors,",
-    ),
-    "of Stable Diffusion 2": ([{"emb_params": torch.ones(1024)}], 2, "emb_params, width 1024 (Stable Diffusion 2)"),
-    "of SDXL for one encoder": (
-        [{"clip_l": torch.ones(1, 768), "clip_g": torch.ones(1, 1280)}],
-        1,
-        "has clip_g, clip_l: an embedding for the two text encoders of SDXL. Expected one tensor",
-    ),
-    "two files for one encoder": ([{"<x>": torch.ones(1, 768)}] * 2, 1, "2 files were given for one token. The model"),
-    "three files": ([{"<x>": torch.ones(1, 768)}] * 3, 2, "3 files were given for one token. The model has 2"),
-    "whole files": ([{"clip_l": torch.ones(1, 768), "clip_g": torch.ones(1, 1280)}] * 2, 2, "Give that file alone"),
-    "files of other numbers": ([{"<x>": torch.ones(1, 768)}, {"<x>": torch.ones(2, 1280)}], 2, "has 1 and 2 vectors"),
-}  # fmt: skip
+ONE, SDXL = torch.ones(1, 768), {"clip_l": torch.ones(1, 768), "clip_g": torch.ones(1, 1280)}
+FILES: list[tuple[list[dict[str, torch.Tensor]], int, str]] = [  # files, text encoders of the model, message
+    ([{"clip_g": ONE}], 2, "has clip_g and lacks clip_l, the vectors of"),
+    ([{"clip_l": ONE}], 2, "has clip_l and lacks clip_g, the vectors of SDXL's second"),
+    ([{"text_encoders_0": ONE}], 2, "lacks text_encoders_1, the vectors of SDXL's second"),
+    ([{"emb_params": ONE}], 2, "has the vectors of one text encoder only: emb_params, width 768 (SDXL's first text "
+     "encoder or Stable Diffusion 1). SDXL has two. Give a file for each text encoder, in their order: "
+     "TOKEN=FIRST.safetensors,"),
+    ([{"emb_params": torch.ones(1024)}], 2, "emb_params, width 1024 (Stable Diffusion 2)"),
+    ([SDXL], 1, "has clip_g, clip_l: an embedding for the two text encoders of SDXL. Expected one tensor"),
+    ([{"<x>": ONE}] * 2, 1, "2 files were given for one token. The model"),
+    ([{"<x>": ONE}] * 3, 2, "3 files were given for one token. The model has 2"),
+    ([SDXL] * 2, 2, "Give that file alone"),
+    ([{"<x>": ONE}, {"<x>": torch.ones(2, 1280)}], 2, "has 1 and 2 vectors"),
+    ([{"a": ONE, "b": ONE}], 2, "has a, b, expected clip_l and clip_g"),
+    ([{}], 2, "has nothing, expected"),
+    ([SDXL | {"clip_l": ONE.long()}], 2, "clip_l is torch.int64"),
+    ([SDXL | {"clip_l": ONE[None]}], 2, "expected [vectors, width]"),
+    ([SDXL | {"clip_l": ONE[:0]}], 2, "expected [vectors, width]"),
+    ([SDXL | {"clip_l": ONE * torch.nan}], 2, "holds NaN or infinity"),
+    ([SDXL | {"clip_g": torch.ones(2, 1280)}], 2, "has 1 and 2 vectors"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", FILES)
-def test_names_what_a_file_lacks(case: str, tmp_path: Path) -> None:
-    tensors, encoders, message = FILES[case]
-    paths = []
-    for number, of_file in enumerate(tensors):
-        paths.append(tmp_path / f"{number}.safetensors")
-        save_file({name: tensor.clone() for name, tensor in of_file.items()}, paths[-1])
+@pytest.mark.parametrize(("files", "encoders", "message"), FILES)
+def test_refuses_files_that_are_not_embeddings(
+    files: list[dict[str, torch.Tensor]], encoders: int, message: str, tmp_path: Path
+) -> None:
+    paths = [tmp_path / f"{number}.safetensors" for number in range(len(files))]
+    for path, tensors in zip(paths, files, strict=True):
+        save_file({name: tensor.clone() for name, tensor in tensors.items()}, path)
     with pytest.raises(BadEmbedding, match=re.escape(message)):
         read_embedding(paths, encoders)
-
-
-TENSORS: dict[str, tuple[dict[str, torch.Tensor], str]] = {
-    "one encoder": ({"clip_l": torch.ones(1, WIDTH)}, "has clip_l and lacks clip_g, the vectors of SDXL's second"),
-    "other keys": ({"a": torch.ones(1, WIDTH), "b": torch.ones(1, WIDTH)}, "has a, b, expected clip_l and clip_g"),
-    "nothing": ({}, "has nothing, expected"),
-    "integers": (dict.fromkeys(("clip_l", "clip_g"), torch.ones(1, WIDTH, dtype=torch.int64)), "clip_l is torch.int64"),
-    "dimensions": (dict.fromkeys(("clip_l", "clip_g"), torch.ones(1, 1, WIDTH)), r"expected \[vectors, width\]"),
-    "no vector": (dict.fromkeys(("clip_l", "clip_g"), torch.ones(0, WIDTH)), r"expected \[vectors, width\]"),
-    "NaN": (dict.fromkeys(("clip_l", "clip_g"), torch.full((1, WIDTH), torch.nan)), "holds NaN or infinity"),
-    "numbers of vectors": ({"clip_l": torch.ones(1, WIDTH), "clip_g": torch.ones(2, WIDTH)}, "has 1 and 2 vectors"),
-}
-
-
-@pytest.mark.parametrize("case", TENSORS)
-def test_refuses_files_that_are_not_embeddings(case: str, tmp_path: Path) -> None:
-    tensors, message = TENSORS[case]
-    path = tmp_path / "x.safetensors"
-    save_file({name: tensor.clone() for name, tensor in tensors.items()}, path)
-    with pytest.raises(BadEmbedding, match=message):
-        read_embedding([path], 2)
 
 
 def test_refuses_other_files(store: WritableStore, tmp_path: Path) -> None:
     (tmp_path / "x.pt").write_bytes(b"\x80\x02")
     (tmp_path / "x.safetensors").write_bytes(b"\0" * 20)
-    wide = tmp_path / "wide.safetensors"
-    save_file({"clip_l": torch.ones(1, 768), "clip_g": torch.ones(1, 1280)}, wide)
     with pytest.raises(BadEmbedding, match="may hold a pickle, which can run code. It was not opened"):
         read_embedding([tmp_path / "x.pt"], 2)
     for name in ("x.safetensors", "missing.safetensors"):
         with pytest.raises(BadEmbedding, match="is not a complete safetensors file"):
             read_embedding([tmp_path / name], 2)
-    with pytest.raises(
-        BadEmbedding,
-        match=r"vectors of width 768 .*, and text_encoder of release worded/1 has tokens of",
-    ):
+    wide = write(tmp_path / "wide.safetensors", 1, 1, width=768)
+    message = r"vectors of width 768 .*, and text_encoder of release worded/1 has tokens of"
+    with pytest.raises(BadEmbedding, match=message):
         add_embeddings(store, "worded/1", {"<x>": [wide]})
 
 
@@ -346,12 +305,10 @@ def test_reads_one_tensor_for_models_of_one_encoder(tmp_path: Path) -> None:
     assert vectors.shape == (1, WIDTH) and vectors.dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    "text", ["", "<x>", "<x>=", "<x>=a,", "<x>=,a", "=file", "two words=file", f"{'a' * 65}=file", "a\x00=file"]
-)
-def test_refuses_options_that_are_not_token_and_file(text: str) -> None:
-    with pytest.raises(BadEmbedding, match="is not TOKEN=FILE"):
-        parse_embeddings([text])
+def test_refuses_options_that_are_not_token_and_file() -> None:
+    for text in ("", "<x>", "<x>=", "<x>=a,", "<x>=,a", "=file", "two words=file", f"{'a' * 65}=file", "a\x00=file"):
+        with pytest.raises(BadEmbedding, match="is not TOKEN=FILE"):
+            parse_embeddings([text])
 
 
 def test_the_command_publishes_the_next_version(store: WritableStore, files: dict[str, Path], tmp_path: Path) -> None:

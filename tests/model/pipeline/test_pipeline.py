@@ -23,29 +23,14 @@ from model.pipeline.params import REPAINTED_LEVEL, Mask
 from model.pipeline.runner import Runner
 from model.pipeline.text_to_image import denoise, generate
 from model.store.manifest import Bucket, Span
-from tests.support.linear_networks import PLAIN, TEXT_WIDTH, WIDTHS, linear_model, stub
+from tests.support.images import largest_difference
+from tests.support.linear_networks import PLAIN, linear_model, stub
+from tests.support.parity import image_of
 
 
 @pytest.fixture
 def model() -> LoadedModel:
     return linear_model()
-
-
-@pytest.mark.parametrize(
-    "scale, fraction, steps, expected",
-    [
-        (7.5, 1.0, 4, [7.5, 7.5, 7.5, 7.5]),
-        (7.5, 0.5, 4, [7.5, 7.5, 1, 1]),
-        (7.5, 0.0, 2, [1, 1]),
-        (0.0, 1.0, 2, [1, 1]),
-        (1.0, 1.0, 2, [1, 1]),
-        (2.0, 0.4, 10, [2] * 4 + [1] * 6),
-        (2.0, 0.5, 3, [2, 2, 1]),
-    ],
-)
-def test_guidance_of_each_step(scale: float, fraction: float, steps: int, expected: list[float]) -> None:
-    params = replace(PLAIN, guidance_scale=scale, end_cfg_frac=fraction, num_inference_steps=steps)
-    assert Runner(linear_model()).plan(params).denoise[spec.UNET].guidance.tolist() == expected
 
 
 def test_merges_adapters_at_sizes_without_their_unet(model: LoadedModel) -> None:
@@ -65,72 +50,33 @@ def batches_of(model: LoadedModel, component: str) -> list[int]:
     return [len(inputs["sample"]) for inputs in stub(model, component).seen]
 
 
-def test_text_and_times_are_encoded_once_a_request(model: LoadedModel) -> None:
+def test_work_is_shared_by_the_images_of_a_request(model: LoadedModel) -> None:
+    """Text and times are encoded once, a step of all images is one call, and the images are decoded one by one."""
     generate(model, [replace(PLAIN, negative_prompt="four", num_inference_steps=7, num_images=3)])
-    assert len(stub(model, spec.UNET).seen) == 7
+    assert batches_of(model, spec.UNET) == [6] * 7
     [text] = stub(model, spec.UNET_TEXT).seen
     assert text["encoder_hidden_states"][:, 1, 0].tolist() == [3.0, 4.0]  # after the begin token
     times = stub(model, spec.UNET_TIME).seen
     assert [inputs["text_embeds"][:, 0].tolist() for inputs in times] == [[3.0] * 7, [4.0] * 7]
     assert times[0]["timestep"].tolist() == times[1]["timestep"].tolist() == [853, 711, 569, 427, 285, 143, 1]
+    assert [inputs["latents"].shape for inputs in stub(model, spec.VAE_DECODER).seen] == [(1, 4, 8, 12)] * 3
 
 
-def test_guided_image_takes_two_batch_entries_and_others_one(model: LoadedModel) -> None:
+def test_only_guided_steps_take_two_batch_entries(model: LoadedModel) -> None:
     batch = [
         replace(PLAIN, num_inference_steps=2),
         replace(PLAIN, num_inference_steps=4, guidance_scale=1.0),
         replace(PLAIN, num_inference_steps=4, end_cfg_frac=0.75, num_images=2),
     ]
-    images, _, _ = generate(model, batch)
-    assert len(images) == 4
+    generate(model, batch)
     # 2 guided + 1 + 4 guided; then without the finished one; then without guidance.
     assert batches_of(model, spec.UNET) == [7, 7, 5, 3]
-    assert stub(model, spec.REFINER_UNET).seen == []
-
-
-def test_each_batch_entry_has_its_own_text_size_and_timestep(model: LoadedModel) -> None:
-    batch = [
-        replace(PLAIN, negative_prompt="four"),
-        replace(PLAIN, prompt="sixsix", guidance_scale=1.0, num_inference_steps=2),
-    ]
-    generate(model, batch)
-    first = stub(model, spec.UNET).seen[0]
-    assert first["keys_values"][:, 1, 0].tolist() == [4.0, 3.0, 6.0]
-    # In this model, a timestep and the sizes are their own embeddings.
-    assert first["time_embeds"].tolist() == [[at, 64, 96, 0, 0, 64, 96] for at in (751.0, 751.0, 501.0)]
-    assert torch.equal(first["sample"][0], first["sample"][1])
-
-
-@pytest.mark.parametrize("negative, value", [(None, 0.0), ("", 0.0), ("four", 4.0)])
-def test_missing_negative_prompt_is_zeros_and_an_empty_one_text(
-    negative: str | None, value: float, model: LoadedModel
-) -> None:
-    generate(model, [replace(PLAIN, negative_prompt=negative)])
-    assert stub(model, spec.UNET).seen[0]["keys_values"][0, 1, 0] == value
-    texts = len(stub(model, spec.TEXT_ENCODER).seen[0]["input_ids"])
-    assert texts == (1 if negative is None else 2)
-
-
-def test_refiner_has_its_own_text_and_aesthetic_score(model: LoadedModel) -> None:
-    generate(model, [replace(PLAIN, use_refiner=True), replace(PLAIN, seed=9)])
-    assert batches_of(model, spec.UNET) == [4, 4, 2, 2]
-    assert batches_of(model, spec.REFINER_UNET) == [2, 2]
-    refined = stub(model, spec.REFINER_UNET).seen[0]
-    assert refined["time_embeds"].tolist() == [[251.0, 64, 96, 0, 0, score] for score in (2.5, 6.0)]
-    [text] = stub(model, spec.REFINER_UNET_TEXT).seen
-    assert text["encoder_hidden_states"].shape == (2, WIDTHS.tokens, TEXT_WIDTH)
-    # This refiner does not force zeros, so it encodes a missing negative prompt as an empty one.
-    assert len(stub(model, spec.REFINER_TEXT_ENCODER_2).seen[0]["input_ids"]) == 2
-
-
-@pytest.mark.parametrize("fraction, batches", [(1.0, [2, 2]), (0.75, [2, 1]), (0.5, [1, 1])])
-def test_refiner_encodes_no_negative_prompt_after_guidance(
-    fraction: float, batches: list[int], model: LoadedModel
-) -> None:
-    generate(model, [replace(PLAIN, use_refiner=True, negative_prompt="four", end_cfg_frac=fraction)])
-    assert batches_of(model, spec.REFINER_UNET) == batches
-    texts = len(stub(model, spec.REFINER_TEXT_ENCODER_2).seen[0]["input_ids"])
-    assert texts == batches[0]
+    for fraction, batches in ((1.0, [2, 2]), (0.75, [2, 1]), (0.5, [1, 1])):
+        refined = linear_model()
+        generate(refined, [replace(PLAIN, use_refiner=True, negative_prompt="four", end_cfg_frac=fraction)])
+        assert batches_of(refined, spec.REFINER_UNET) == batches
+        # Without a guided step, the refiner encodes no negative prompt.
+        assert len(stub(refined, spec.REFINER_TEXT_ENCODER_2).seen[0]["input_ids"]) == batches[0]
 
 
 BASE_NETWORKS = (spec.TEXT_ENCODER, spec.TEXT_ENCODER_2, spec.UNET_TEXT, spec.UNET_TIME, spec.UNET)
@@ -151,27 +97,6 @@ def test_part_without_steps_is_neither_encoded_nor_run(
     assert fields == (["denoising_frac"] if fraction == 1.0 else [])
 
 
-def test_base_and_refiner_may_share_a_text_encoder(model: LoadedModel) -> None:
-    """The loader uses the same engines for both: see `test_refiner_shares_equal_weights`."""
-    params = replace(PLAIN, use_refiner=True)
-    [expected] = generate(model, [params])[0]
-    model.engines[spec.REFINER_TEXT_ENCODER_2] = model.engines[spec.TEXT_ENCODER_2]
-    shared = stub(model, spec.TEXT_ENCODER_2)
-    shared.seen.clear()
-    assert np.array_equal(generate(model, [params])[0][0], expected)
-    assert len(shared.seen) == 2
-
-
-def test_conditioning_is_kept_only_for_images_that_need_it(model: LoadedModel) -> None:
-    """For SDXL it takes tens of megabytes for each request."""
-    runner = Runner(model)
-    plan = runner.plan(replace(PLAIN, num_images=3))
-    for image, left in zip(plan.images(), (2, 1, 0), strict=True):
-        assert runner.advance(plan, image) == (spec.UNET, PLAIN.height, PLAIN.width)
-        assert len(plan.encoded[spec.UNET]) == left
-    assert len(stub(model, spec.TEXT_ENCODER).seen) == 1
-
-
 def test_steps_left_include_the_refiner_steps(model: LoadedModel) -> None:
     runner = Runner(model)
     plan = runner.plan(replace(PLAIN, num_inference_steps=8, use_refiner=True, denoising_frac=0.75))
@@ -187,25 +112,9 @@ def test_steps_left_include_the_refiner_steps(model: LoadedModel) -> None:
 
 def test_requests_of_several_sizes_run_in_one_call(model: LoadedModel) -> None:
     batch = [PLAIN, replace(PLAIN, width=64, seed=4, use_refiner=True), replace(PLAIN, seed=5)]
-    together = generate(model, batch)[0]
-    assert [image.shape for image in together] == [(64, 96, 3), (64, 64, 3), (64, 96, 3)]
-    for params, image in zip(batch, together, strict=True):
-        assert np.abs(image.astype(int) - generate(linear_model(), [params])[0][0].astype(int)).max() <= 1
-
-
-def test_initial_latents_are_the_noise_of_each_seed(model: LoadedModel) -> None:
-    generate(model, [replace(PLAIN, seed=5, num_images=2)])
-    sample = stub(model, spec.UNET).seen[0]["sample"]
-    for index, seed in enumerate((5, 6)):
-        noise = torch.randn((1, 4, 8, 12), generator=torch.Generator("cpu").manual_seed(seed))
-        scale = sample[2 + index] / noise[0]
-        torch.testing.assert_close(scale, torch.full_like(scale, float(scale.mean())))
-
-
-def test_images_are_decoded_one_by_one(model: LoadedModel) -> None:
-    generate(model, [replace(PLAIN, num_images=2)])
-    latents = [inputs["latents"] for inputs in stub(model, spec.VAE_DECODER).seen]
-    assert [list(tensor.shape) for tensor in latents] == [[1, 4, 8, 12]] * 2
+    for params, image in zip(batch, generate(model, batch)[0], strict=True):
+        assert image.shape == (params.height, params.width, 3)
+        assert largest_difference(image, image_of(linear_model(), params)) <= 1
 
 
 def test_every_stage_is_timed(model: LoadedModel) -> None:
@@ -234,31 +143,28 @@ def test_warns_of_the_field_that_was_truncated(model: LoadedModel) -> None:
         assert [warning.partition(":")[0] for warning in warnings] == fields
 
 
-@pytest.mark.parametrize(
-    ("white", "warned"),
-    [
-        ((slice(0, 0), slice(0, 0)), True),
-        ((slice(9, 10), slice(None)), True),  # a line
-        ((slice(9, 16), slice(9, 16)), True),
-        ((slice(9, 17), slice(9, 17)), False),
-        ((slice(16, 17), slice(24, 25)), False),
-        ((slice(None), slice(None)), False),
-    ],
-)
-def test_warns_of_a_mask_that_repaints_nothing(model: LoadedModel, white: tuple[slice, slice], warned: bool) -> None:
+def test_warns_of_a_mask_that_repaints_nothing(model: LoadedModel) -> None:
     """The latents read the mask in the pixels whose row and column are multiples of 8."""
-    levels = np.full((64, 96), REPAINTED_LEVEL - 1, np.uint8)
-    levels[white] = REPAINTED_LEVEL
-    mask = Mask(levels, "a cat", None, strength=0.9999)
-    masks = (replace(mask, levels=np.full_like(levels, 255)), mask)
-    _, _, warnings = generate(model, [replace(PLAIN, image=np.zeros((64, 96, 3), np.uint8), masks=masks)])
-    assert warnings == warned * [
-        "masks.1.image: the mask marks no latent to repaint, because it is white in no pixel of the result whose row "
-        "and column are multiples of 8. Draw white parts of at least 8x8 pixels."
-    ]
+    for white, warned in (
+        (np.s_[0:0, 0:0], True),
+        (np.s_[9:10, :], True),  # a line
+        (np.s_[9:16, 9:16], True),
+        (np.s_[9:17, 9:17], False),
+        (np.s_[16:17, 24:25], False),
+        (np.s_[:, :], False),
+    ):
+        levels = np.full((64, 96), REPAINTED_LEVEL - 1, np.uint8)
+        levels[white] = REPAINTED_LEVEL
+        mask = Mask(levels, "a cat", None, strength=0.9999)
+        masks = (replace(mask, levels=np.full_like(levels, 255)), mask)
+        _, _, warnings = generate(model, [replace(PLAIN, image=np.zeros((64, 96, 3), np.uint8), masks=masks)])
+        assert warnings == warned * [
+            "masks.1.image: the mask marks no latent to repaint, because it is white in no pixel of the result whose "
+            "row and column are multiples of 8. Draw white parts of at least 8x8 pixels."
+        ]
 
 
-@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("poison", [float("nan"), float("-inf")])
 @pytest.mark.parametrize(
     "component, call, place, remedy",
     [
@@ -312,23 +218,18 @@ def test_huge_latents_are_no_fault_of_the_vae(model: LoadedModel) -> None:
         generate(model, [PLAIN])
 
 
-def test_names_the_broken_image(model: LoadedModel) -> None:
-    stub(model, spec.VAE_DECODER).poison = (1, float("nan"))
+def test_names_the_broken_image_and_goes_on(model: LoadedModel) -> None:
+    expected, decoder = image_of(model, PLAIN), stub(model, spec.VAE_DECODER)
+    decoder.poison = (len(decoder.seen) + 1, float("nan"))
     with pytest.raises(BrokenImage, match=r"image 1 of 3 \(counted from 0\)"):
         generate(model, [replace(PLAIN, num_images=3)])
+    assert np.array_equal(image_of(model, PLAIN), expected)
 
 
-def test_broken_image_does_not_affect_the_next_request(model: LoadedModel) -> None:
-    expected = generate(model, [PLAIN])[0][0]
-    unet = stub(model, spec.UNET)
-    unet.poison = (len(unet.seen), float("nan"))
-    with pytest.raises(BrokenImage):
-        generate(model, [PLAIN])
-    assert np.array_equal(generate(model, [PLAIN])[0][0], expected)
-
-
-@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-@pytest.mark.parametrize("component, tensor", [("unet", "conv_out.bias"), ("vae_decoder", "decoder.conv_out.bias")])
+@pytest.mark.parametrize(
+    ("component", "tensor", "poison"),
+    [("unet", "conv_out.bias", float("nan")), ("vae_decoder", "decoder.conv_out.bias", float("inf"))],
+)
 def test_compiled_engines_pass_nan_and_infinity_on(
     component: str, tensor: str, poison: float, store: WritableStore, loaded: Loaded
 ) -> None:

@@ -22,9 +22,9 @@ from model.pipeline.runner import Runner
 from model.pipeline.text_to_image import generate, run_stages
 from model.scheduling.scheduler import Scheduler
 from model.settings import Limits
-from tests.model.denoising.test_graph_loop import bucketed, graph_loop
 from tests.support.images import largest_difference, pixels
 from tests.support.linear_networks import WIDTHS, Stub, linear_model, stub
+from tests.support.loops import bucketed, graph_loop
 from tests.support.scheduling import params, results
 from tests.support.streams import Graphs, Race, Stream, Streams
 from tests.support.waiting import TIMEOUT_SECONDS

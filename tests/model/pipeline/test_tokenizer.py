@@ -48,24 +48,14 @@ def byte_alphabet() -> list[str]:
 def write_tokenizer(folder: Path, **config: object) -> Path:
     """Write a CLIP tokenizer's files, with values of its tokenizer_config.json. Returns `folder`."""
     alphabet = byte_alphabet()
-    words = [
-        *alphabet,
-        *(letter + "</w>" for letter in alphabet),
-        *(merge.replace(" ", "") for merge in MERGES),
-    ]
+    words = [*alphabet, *(letter + "</w>" for letter in alphabet), *(merge.replace(" ", "") for merge in MERGES)]
     words += ["<|startoftext|>", "<|endoftext|>"]
     folder.mkdir()
     vocabulary = {word: index for index, word in enumerate(words)}
     (folder / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
     (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *MERGES, ""]), encoding="utf-8")
     # As in SDXL's own folders: tokens spelled out, and matched after the text is lower-cased.
-    flags = {
-        "__type": "AddedToken",
-        "lstrip": False,
-        "normalized": True,
-        "rstrip": False,
-        "single_word": False,
-    }
+    flags = {"__type": "AddedToken", "normalized": True} | dict.fromkeys(("lstrip", "rstrip", "single_word"), False)
     begin, end = {**flags, "content": "<|startoftext|>"}, {**flags, "content": "<|endoftext|>"}
     tokens = {"bos_token": begin, "eos_token": end, "unk_token": end, "pad_token": "<|endoftext|>"}
     config = {"tokenizer_class": "CLIPTokenizer", "model_max_length": 77, **tokens, **config}
@@ -99,45 +89,16 @@ def test_ids_equal_those_of_transformers(pair: tuple[CLIPTokenizer, ClipTokenize
 def test_vocabulary_and_merges_are_used(pair: tuple[CLIPTokenizer, ClipTokenizer]) -> None:
     """Without them the ids above could be equal and wrong."""
     _, tokenizer = pair
-    assert len({tuple(encode(tokenizer, prompt)[0]) for prompt in PROMPTS.values()}) >= len(PROMPTS) - 2
-    assert encode(tokenizer, "z the cat")[0][:5] == [
-        tokenizer.settings.bos_token_id,
-        256 + 89,
-        513,
-        515,
-        tokenizer.settings.eos_token_id,
-    ]
+    settings = tokenizer.settings
+    assert encode(tokenizer, "z the cat")[0][:5] == [settings.bos_token_id, 256 + 89, 513, 515, settings.eos_token_id]
 
 
-def test_padding_comes_from_the_settings(pair: tuple[CLIPTokenizer, ClipTokenizer]) -> None:
-    reference, tokenizer = pair
-    ids, lost = encode(tokenizer, "")
-    assert lost == 0
-    assert ids == [reference.bos_token_id, reference.eos_token_id] + [reference.pad_token_id] * 75
-
-
-def test_short_prompt_is_not_truncated(pair: tuple[CLIPTokenizer, ClipTokenizer]) -> None:
-    _, tokenizer = pair
-    fits = "z " * 75
-    assert encode(tokenizer, fits)[1] == 0
-    assert plain_chunks(tokenizer, fits).dropped == ""
-    assert plain_chunks(tokenizer, "").dropped == ""
-
-
-def test_dropped_text_is_the_end_of_the_prompt_as_typed(
-    pair: tuple[CLIPTokenizer, ClipTokenizer],
-) -> None:
+def test_dropped_text_is_the_end_of_the_prompt_as_typed(pair: tuple[CLIPTokenizer, ClipTokenizer]) -> None:
     reference, tokenizer = pair
     kept, dropped = "z " * 72 + "The Cat's ", "NEXT  to\ta Café, 猫 <|endoftext|> é"  # 72 + 3 tokens fit
     assert plain_chunks(tokenizer, kept + dropped).dropped == dropped
     assert encode(tokenizer, kept + dropped)[1] == len(reference(dropped).input_ids) - 2
-    assert encode(tokenizer, kept)[1] == 0
-
-
-def test_dropped_text_begins_with_a_divided_character(
-    pair: tuple[CLIPTokenizer, ClipTokenizer],
-) -> None:
-    _, tokenizer = pair
+    assert plain_chunks(tokenizer, kept).dropped == plain_chunks(tokenizer, "").dropped == ""
     assert encode(tokenizer, "z " * 74 + "猫")[1] == 2  # three bytes, of which one fits
     assert plain_chunks(tokenizer, "z " * 74 + "猫 b").dropped == "猫 b"
 
@@ -167,25 +128,21 @@ def test_uses_another_length_than_77(tmp_path: Path) -> None:
     assert (len(ids), lost) == (8, 4)
 
 
-def test_refuses_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(MissingComponent, match="has no CLIP tokenizer"):
-        export_tokenizer(tmp_path / "nowhere")
-
-
-@pytest.mark.parametrize("name", ["vocab.json", "merges.txt"])
-def test_refuses_a_folder_that_lacks_a_file(tmp_path: Path, name: str) -> None:
-    folder = write_tokenizer(tmp_path / "tokenizer")
-    (folder / name).unlink()
-    with pytest.raises(MissingComponent, match=f"it lacks {name}. Download"):
+def refuses(folder: Path, message: str) -> None:
+    with pytest.raises(MissingComponent, match=message):
         export_tokenizer(folder)
 
 
 @pytest.mark.parametrize("name", ["vocab.json", "merges.txt", "tokenizer_config.json"])
-def test_refuses_a_damaged_file(tmp_path: Path, name: str) -> None:
+def test_refuses_an_incomplete_folder(tmp_path: Path, name: str) -> None:
     folder = write_tokenizer(tmp_path / "tokenizer")
     (folder / name).write_bytes((folder / name).read_bytes()[:-9])
-    with pytest.raises(MissingComponent, match="CLIP tokenizer in .* cannot be read"):
-        export_tokenizer(folder)
+    refuses(folder, "CLIP tokenizer in .* cannot be read")
+    (folder / name).unlink()
+    if name != "tokenizer_config.json":
+        refuses(folder, f"it lacks {name}. Download")
+    refuses(tmp_path / "nowhere", "has no CLIP tokenizer")
+    refuses(write_tokenizer(tmp_path / "other", model_max_length=None), 'Set "model_max_length"')
 
 
 def test_reads_a_folder_with_tokenizer_json_only(tmp_path: Path) -> None:
@@ -198,11 +155,6 @@ def test_reads_a_folder_with_tokenizer_json_only(tmp_path: Path) -> None:
     assert same_settings == settings
     for prompt in PROMPTS.values():
         assert encode(ClipTokenizer(again, settings), prompt) == encode(ClipTokenizer(data, settings), prompt)
-
-
-def test_refuses_a_tokenizer_without_a_length(tmp_path: Path) -> None:
-    with pytest.raises(MissingComponent, match='Set "model_max_length"'):
-        export_tokenizer(write_tokenizer(tmp_path / "tokenizer", model_max_length=None))
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"\xff\xfe", b'{"version": "1.0"}'])
