@@ -17,6 +17,7 @@ from torch import nn
 
 from engine_builder.backends.aot_inductor import compile as compiler
 from engine_builder.backends.aot_inductor.compile import CompiledNetwork, describe_constant, write_identity
+from engine_builder.building import preview_map
 from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan
 from engine_builder.networks.network import Network
@@ -83,9 +84,13 @@ def _leave_uncompiled(network: Network, target: Target, bucket: Bucket, package:
 
 
 def publish_uncompiled(plan: BuildPlan, folder: Path) -> WritableStore:
-    """Build a plan without compiling, and publish it in a new store in `folder`, as version 1. Returns the store."""
+    """Build a plan without compiling, and publish it in a new store in `folder`, as version 1. Returns the store.
+
+    Its map for previews is fitted in a few steps, because the whole fit is half of the build.
+    """
     store = open_writable_store(folder)
-    with builds_without_compiling():
+    with builds_without_compiling(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preview_map, "_STEPS", 20)
         build(plan, store)
     publish(store, plan.model)
     return store

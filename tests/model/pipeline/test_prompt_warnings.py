@@ -78,20 +78,17 @@ def of(prompt: str, syntax: Syntax) -> list[str]:
     return prompt_warnings("masks.1.negative_prompt", prompt, syntax, Chunks([]), 77)
 
 
-@pytest.mark.parametrize(("prompt", "message", "named"), IN_BOTH + IN_PLAIN)
 @pytest.mark.parametrize("syntax", SYNTAXES)
-def test_names_constructs_without_a_meaning(syntax: Syntax, prompt: str, message: str, named: str) -> None:
-    if syntax == "weighted" and (prompt, message, named) in IN_PLAIN:
-        assert of(prompt, syntax) == []
-        return
-    [warning] = of(prompt, syntax)
-    assert warning.startswith(f"masks.1.negative_prompt: read as text, {message.format(named)}")
+def test_names_constructs_without_a_meaning(syntax: Syntax) -> None:
+    for prompt, message, named in IN_BOTH + (IN_PLAIN if syntax == "plain" else []):
+        [warning] = of(prompt, syntax)
+        assert warning.startswith(f"masks.1.negative_prompt: read as text, {message.format(named)}"), prompt
 
 
-@pytest.mark.parametrize("prompt", IN_NONE)
 @pytest.mark.parametrize("syntax", SYNTAXES)
-def test_ordinary_text_has_no_warning(syntax: Syntax, prompt: str) -> None:
-    assert of(prompt, syntax) == []
+def test_ordinary_text_has_no_warning(syntax: Syntax) -> None:
+    prompts = IN_NONE + ([prompt for prompt, *_ in IN_PLAIN] if syntax == "weighted" else [])
+    assert {prompt: of(prompt, syntax) for prompt in prompts} == {prompt: [] for prompt in prompts}
 
 
 # Prompt, its embeddings, and what the warning names in the plain and the weighted syntax; "" without a warning.
@@ -116,17 +113,13 @@ WITH_EMBEDDINGS: dict[str, tuple[tuple[str, ...], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("prompt", WITH_EMBEDDINGS)
 @pytest.mark.parametrize("syntax", SYNTAXES)
-def test_embeddings_are_no_constructs(syntax: Syntax, prompt: str) -> None:
-    embeddings, *named = WITH_EMBEDDINGS[prompt]
-    warnings = prompt_warnings("prompt", prompt, syntax, Chunks([], embeddings=embeddings), 77)
-    expected = named[SYNTAXES.index(syntax)]
-    assert len(warnings) == bool(expected)
-    assert all(f": {expected}. " in warning for warning in warnings)
-
-
-def test_hides_embeddings_with_escaped_brackets() -> None:
+def test_embeddings_are_no_constructs(syntax: Syntax) -> None:
+    for prompt, (embeddings, *named) in WITH_EMBEDDINGS.items():
+        warnings = prompt_warnings("prompt", prompt, syntax, Chunks([], embeddings=embeddings), 77)
+        expected = named[SYNTAXES.index(syntax)]
+        assert len(warnings) == bool(expected), prompt
+        assert all(f": {expected}. " in warning for warning in warnings), prompt
     chunks = Chunks([], embeddings=("[cat]", "a\\b"))
     assert prompt_warnings("prompt", r"embedding:\[cat\] embedding:a\\b", "weighted", chunks, 77) == []
 

@@ -16,25 +16,22 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokeniz
 
 from engine_builder.building.eager_model import load_eager_model
 from engine_builder.checkpoints.folder import Checkpoint
-from model.api.request import GenerationRequest
-from model.api.resolve import resolve
 from model.errors import RequestRefused
 from model.loading.load import Loaded
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import GenerationParams, Mask
 from model.pipeline.plan import plan_request
 from model.pipeline.text_to_image import generate
-from model.pipeline.tokenizer import ClipTokenizer
-from model.pipeline.weighted_prompt import parse_weights, plain_chunks, weighted_chunks
+from model.pipeline.weighted_prompt import parse_weights, weighted_chunks
 from model.store.precision import FP32
+from tests.support.images import largest_difference
+from tests.support.parity import TOLERANCE, check_all_differ, image_of, params_of
 from tests.support.reference import Reference
 from tests.support.repository import MODEL_FOLDER
 from training.evaluation_set import evaluation_set
 from training.score import score_image
 
-TOLERANCE = 2  # of 255
 LONG = "a large red circle on a blue background, " * 20
-FUZZED = 2000
 
 
 @pytest.fixture(scope="module")
@@ -99,77 +96,15 @@ def test_refuses_a_weight_by_value(text: str, message: str) -> None:
     assert refusal.value.field == "negative_prompt"
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("[a" * 50, "a" * 50),
-        ("([a])" * 800, "a" * 800),
-        ("(a:1)" * 800, "a" * 800),
-        ("\\" * 4000, "\\" * 2000),
-        (":" * 4000, ":" * 4000),
-        (": " * 2000, ": " * 2000),
-        ("]" * 4000, "]" * 4000),
-        (":1" * 2000, ":1" * 2000),
-    ],
-    ids=lambda text: repr(text[:5]),
-)
-def test_parses_long_prompts(text: str, expected: str) -> None:
+def test_parses_long_prompts() -> None:
     """Also texts for which a backtracking parser would take minutes."""
-    assert "".join(fragment for fragment, _ in parse_weights(text)) == expected
+    texts = {"[a" * 50: "a" * 50, "([a])" * 800: "a" * 800, "(a:1)" * 800: "a" * 800, "\\" * 4000: "\\" * 2000}
+    texts |= {text: text for text in (":" * 4000, ": " * 2000, "]" * 4000, ":1" * 2000)}
+    for text, expected in texts.items():
+        assert "".join(fragment for fragment, _ in parse_weights(text)) == expected
 
 
 # -- the reference ----------------------------------------------------------------------------------------------------
-
-
-def reference_weights(text: str) -> list[tuple[str, float]]:
-    """Parse a balanced text by recursive descent. Returns each character with its weight."""
-
-    def read(position: int, end: str) -> tuple[list[tuple[str, float]], int]:
-        found: list[tuple[str, float]] = []
-        while position < len(text):
-            character = text[position]
-            if character == "\\" and position + 1 < len(text) and text[position + 1] in "()[]\\":
-                found.append((text[position + 1], 1.0))
-                position += 2
-            elif character in "([":
-                inner, position = read(position + 1, ")" if character == "(" else "]")
-                factor = 1.1 if character == "(" else 1 / 1.1
-                written = "".join(c for c, _ in inner)
-                number = re.search(r":\s*(-?\d*\.?\d+)\s*$", written)
-                if character == "(" and number:
-                    inner, factor = inner[: number.start()], float(number[1])
-                found += [(c, weight * factor) for c, weight in inner]
-            elif character == end:
-                return found, position + 1
-            else:
-                found.append((character, 1.0))
-                position += 1
-        return found, position
-
-    return read(0, "")[0]
-
-
-def random_balanced(choose: random.Random, depth: int = 0) -> str:
-    """Return a prompt with weights, in which every bracket ends."""
-    parts = []
-    for _ in range(choose.randint(1, 4)):
-        kind = choose.random()
-        if kind < 0.55 or depth > 3:
-            parts.append(choose.choice(["a large red circle", "two green squares", "on white", ",", "blue", r"\(x\)"]))
-        else:
-            inner = random_balanced(choose, depth + 1)
-            number = choose.choice(["0.5", "1.3", "1", "-0.25", ".8"])
-            parts.append(choose.choice([f"({inner})", f"[{inner}]", f"({inner}:{number})", f"({inner}: {number} )"]))
-    return " ".join(parts)
-
-
-@pytest.mark.parametrize("seed", range(200))
-def test_weights_equal_those_of_another_parser(seed: int) -> None:
-    text = random_balanced(random.Random(seed))
-    expected = reference_weights(text)
-    actual = [(character, weight) for fragment, weight in parse_weights(text) for character in fragment]
-    assert "".join(character for character, _ in actual) == "".join(character for character, _ in expected)
-    assert [weight for _, weight in actual] == pytest.approx([weight for _, weight in expected])
 
 
 class Encoders:
@@ -235,37 +170,34 @@ def generate_with_diffusers(reference: Reference, encoders: Encoders, params: Ge
     return reference.generate_from(params, {name: torch.from_numpy(array)[None] for name, array in embeds.items()})
 
 
-def params_of(loaded: Loaded, **fields: object) -> GenerationParams:
-    request = {"prompt_syntax": "weighted", "seed": 7, "width": 128, "height": 128, "num_inference_steps": 6} | fields
-    return resolve(GenerationRequest.model_validate(request), loaded.served)
+def weighted(loaded: Loaded, **fields: object) -> GenerationParams:
+    return params_of(loaded, **{"prompt_syntax": "weighted", "num_inference_steps": 6} | fields)
 
 
-PROMPTS: dict[str, dict[str, object]] = {
-    "plain": {"prompt": "a large red circle on a blue background"},
-    "weights": {
-        "prompt": "a (large:1.3) [red] circle on a ((blue)) background",
-        "negative_prompt": "(green:0.5) square",
-    },
-    "negative weight": {"prompt": "a red (circle:-0.6) on blue"},
-    "two chunks": {"prompt": LONG[:500] + "(a green square:1.2)", "negative_prompt": "a circle"},
-    "three chunks": {"prompt": LONG[:800], "negative_prompt": "(dark)"},
-    "four chunks": {"prompt": LONG[:1200] + "(a blue square:1.4)", "negative_prompt": None},
-    "long negative prompt": {"prompt": "a red circle", "negative_prompt": LONG[:600]},
-}
+PROMPTS: list[dict[str, object]] = [
+    {"prompt": "a large red circle on a blue background"},
+    {"prompt": "a (large:1.3) [red] circle on a ((blue)) background", "negative_prompt": "(green:0.5) square"},
+    {"prompt": "a red (circle:-0.6) on blue"},
+    {"prompt": LONG[:500] + "(a green square:1.2)", "negative_prompt": "a circle"},  # two chunks
+    {"prompt": LONG[:800], "negative_prompt": "(dark)"},  # three chunks
+    {"prompt": LONG[:1200] + "(a blue square:1.4)", "negative_prompt": None},  # four chunks
+    {"prompt": "a red circle", "negative_prompt": LONG[:600]},
+]
 
 
-@pytest.mark.parametrize("name", PROMPTS)
-def test_image_is_that_of_diffusers(name: str, loaded: Loaded, reference: Reference, encoders: Encoders) -> None:
-    params = params_of(loaded, **PROMPTS[name])
+@pytest.mark.parametrize("fields", PROMPTS, ids=range(len(PROMPTS)))
+def test_image_is_that_of_diffusers(
+    fields: dict[str, object], loaded: Loaded, reference: Reference, encoders: Encoders
+) -> None:
+    params = weighted(loaded, **fields)
     [image], _, warnings = generate(loaded.model, [params])
     assert not warnings
-    expected = generate_with_diffusers(reference, encoders, params)
-    assert np.abs(image.astype(int) - expected.astype(int)).max() <= TOLERANCE
+    assert largest_difference(image, generate_with_diffusers(reference, encoders, params)) <= TOLERANCE
 
 
 def test_each_prompt_gives_another_image(loaded: Loaded) -> None:
     """So the comparisons above can fail, and weights and later chunks have an effect."""
-    params = params_of(loaded, prompt=LONG[:1200] + "a blue square")
+    params = weighted(loaded, prompt=LONG[:1200] + "a blue square")
     changed = [
         replace(params, prompt=LONG[:1200] + "(a blue square:1.4)"),
         replace(params, prompt=LONG[:1200]),
@@ -273,23 +205,18 @@ def test_each_prompt_gives_another_image(loaded: Loaded) -> None:
         replace(params, negative_prompt=LONG[:600]),
         replace(params, prompt_syntax="plain"),
     ]
-    images = [generate(loaded.model, [one])[0][0].astype(int) for one in (params, *changed)]
-    assert min(np.abs(image - images[0]).max() for image in images[1:]) > TOLERANCE
-
-
-def test_an_unweighted_prompt_is_a_plain_one(loaded: Loaded) -> None:
-    params = params_of(loaded, prompt="a large red circle on a blue background", negative_prompt="green")
-    one, other = (generate(loaded.model, [replace(params, prompt_syntax=s)])[0][0] for s in ("plain", "weighted"))
-    assert np.array_equal(one, other)
+    check_all_differ(loaded.model, params, *changed)
+    plain = weighted(loaded, prompt="a large red circle on a blue background", prompt_syntax="plain")
+    assert np.array_equal(*(image_of(loaded.model, replace(plain, prompt_syntax=one)) for one in ("plain", "weighted")))
 
 
 def test_image_is_the_same_in_a_batch_of_other_lengths(loaded: Loaded) -> None:
-    batch = [params_of(loaded, **fields, guidance_scale=scale) for fields in PROMPTS.values() for scale in (1.0, 5.0)]
+    batch = [weighted(loaded, **fields, guidance_scale=scale) for fields in PROMPTS for scale in (1.0, 5.0)]
     for params, image in zip(batch, generate(loaded.model, batch)[0], strict=True):
-        [alone] = generate(loaded.model, [params])[0]
-        assert np.abs(image.astype(int) - alone.astype(int)).max() <= 1
+        assert largest_difference(image, image_of(loaded.model, params)) <= 1
 
 
+@pytest.mark.full
 def test_second_chunk_is_obeyed(loaded: Loaded) -> None:
     """A caption after 75 commas. In the plain syntax it is left out, with a warning.
 
@@ -301,7 +228,7 @@ def test_second_chunk_is_obeyed(loaded: Loaded) -> None:
     for syntax in correct:
         size = {"width": 256, "height": 256, "num_inference_steps": 20}
         for seed, caption in enumerate(captions):
-            params = params_of(loaded, prompt=", " * 75 + caption.text, prompt_syntax=syntax, seed=seed, **size)
+            params = weighted(loaded, prompt=", " * 75 + caption.text, prompt_syntax=syntax, seed=seed, **size)
             [image], _, warnings = generate(loaded.model, [params])
             correct[syntax] += score_image(image, caption.statement).ok
             assert len(warnings) == (syntax == "plain")
@@ -311,20 +238,18 @@ def test_second_chunk_is_obeyed(loaded: Loaded) -> None:
 # -- chunks -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("words", "chunks"), [(0, 1), (75, 1), (76, 2), (150, 2), (151, 4), (225, 4), (300, 4)])
-def test_number_of_chunks(words: int, chunks: int, loaded: Loaded) -> None:
+def test_number_of_chunks(loaded: Loaded) -> None:
     tokenizer = loaded.model.tokenizers["tokenizer"]
-    found = weighted_chunks(tokenizer, "red " * words, 4, "prompt")
-    assert len(found.ids) == chunks and {len(ids) for ids in found.ids} == {77}
-    assert found.weights is None and (found.dropped, found.dropped_tokens) == ("", 0)
     settings = tokenizer.settings
-    assert {(ids[0], settings.eos_token_id in ids) for ids in found.ids} == {(settings.bos_token_id, True)}
-    if words == 151:
-        assert [found.ids[3]] == plain_chunks(tokenizer, "").ids
+    for words, chunks in {0: 1, 75: 1, 76: 2, 150: 2, 151: 4, 225: 4, 300: 4}.items():
+        found = weighted_chunks(tokenizer, "red " * words, 4, "prompt")
+        assert len(found.ids) == chunks and {len(ids) for ids in found.ids} == {77}, words
+        assert found.weights is None and (found.dropped, found.dropped_tokens) == ("", 0)
+        assert {(ids[0], settings.eos_token_id in ids) for ids in found.ids} == {(settings.bos_token_id, True)}
 
 
 def test_warns_of_the_text_that_does_not_fit(loaded: Loaded) -> None:
-    params = params_of(loaded, prompt="red " * 290 + "(circle:1.2) " + "blue " * 20, negative_prompt="a " * 76)
+    params = weighted(loaded, prompt="red " * 290 + "(circle:1.2) " + "blue " * 20, negative_prompt="a " * 76)
     plan = plan_request(loaded.model, params)
     [warning] = plan.warnings
     assert warning.startswith("prompt: the text encoders read 300 tokens; the last 11 were left out: 'blue blue")
@@ -340,7 +265,7 @@ def test_warns_of_the_text_that_does_not_fit(loaded: Loaded) -> None:
 def test_warns_of_constructs_of_other_programs(syntax: str, loaded: Loaded) -> None:
     prompts = {"prompt": "a red circle <lora:style:0.8>", "negative_prompt": "a [red:blue:0.5] square"}
     mask = Mask(np.full((128, 128), 255, np.uint8), "a BREAK", prompts["negative_prompt"], 1.0)
-    params = params_of(loaded, prompt_syntax=syntax, **prompts)
+    params = weighted(loaded, prompt_syntax=syntax, **prompts)
     found = plan_request(loaded.model, params).warnings
     assert [warning.rpartition(": ")[0] for warning in found] == [
         "prompt: read as text, not as an adapter",
@@ -369,28 +294,18 @@ def random_prompt(choose: random.Random) -> str:
     return "a" + "".join(choose.choice(pieces) for _ in range(choose.randint(1, 25)))
 
 
-def test_every_prompt_is_refused_or_gives_an_image(toy: LoadedModel, loaded: Loaded) -> None:
+@pytest.mark.parametrize("count", [200, pytest.param(2000, marks=pytest.mark.full)])
+def test_every_prompt_is_refused_or_gives_an_image(count: int, toy: LoadedModel, loaded: Loaded) -> None:
     choose = random.Random(0)
-    refused = images = 0
-    for _ in range(FUZZED):
-        request = {"prompt": random_prompt(choose)[:4000], "prompt_syntax": "weighted", "seed": 1}
-        if choose.random() < 0.3:
-            request["negative_prompt"] = random_prompt(choose)[:4000]
-        resolved = resolve(GenerationRequest.model_validate(request), loaded.served)
-        params = replace(resolved, width=64, height=64, num_inference_steps=1, use_refiner=False)
+    plain = weighted(loaded, width=64, height=64, num_inference_steps=1)
+    refused = 0
+    for _ in range(count):
+        negative = random_prompt(choose)[:4000] if choose.random() < 0.3 else None
         try:
-            [image], _, _ = generate(toy, [params])
+            image = image_of(toy, replace(plain, prompt=random_prompt(choose)[:4000], negative_prompt=negative))
         except RequestRefused as error:
             assert error.field in ("prompt", "negative_prompt")
             refused += 1
         else:
             assert image.shape == (64, 64, 3)
-            images += 1
-    assert refused > FUZZED // 10 and images > FUZZED // 10
-
-
-def test_tokenizes_fragments_like_transformers(loaded: Loaded, tokenizers: list[CLIPTokenizer]) -> None:
-    tokenizer: ClipTokenizer = loaded.model.tokenizers["tokenizer"]
-    for text in ("red", " red", "a, circle ", "", "caf\u00e9 \u6f22"):
-        ids = [id for piece in tokenizer.pieces(text) for id in piece.ids]
-        assert ids == tokenizers[0](text, add_special_tokens=False).input_ids
+    assert count // 10 < refused < count - count // 10

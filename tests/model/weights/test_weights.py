@@ -9,9 +9,8 @@ from safetensors.torch import save
 
 from engine_builder.stores.local import WritableLocalStore
 from model.errors import CorruptBlob
-from model.store.manifest import Blob, WeightsRecord
+from model.store.manifest import WeightsRecord
 from model.weights.cache import WeightsCache
-from model.weights.stream import tensors_in
 from tests.support.releases import put_blob
 
 CPU = torch.device("cpu")
@@ -57,6 +56,10 @@ def header(entries: object, data: bytes = b"") -> bytes:
     return len(text).to_bytes(8, "little") + text + data
 
 
+def entry(**changes: object) -> dict[str, object]:
+    return {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]} | changes
+
+
 SOUND = save(ONE)
 NOT_SAFETENSORS = {
     "empty": b"",
@@ -66,16 +69,10 @@ NOT_SAFETENSORS = {
     "longer": SOUND + b"\0",
     "a header of 2**63 bytes": (2**63).to_bytes(8, "little") + b"{}",
     "a header longer than the file": (2**20).to_bytes(8, "little") + b"{}",
-    "past the end": header({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}),
-    "shape and size disagree": header({"a": {"dtype": "F32", "shape": [5], "data_offsets": [0, 16]}}, bytes(16)),
-    "overlapping": header(
-        {
-            "a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]},
-            "b": {"dtype": "F32", "shape": [4], "data_offsets": [8, 24]},
-        },
-        bytes(24),
-    ),
-    "unknown dtype": header({"a": {"dtype": "F33", "shape": [4], "data_offsets": [0, 16]}}, bytes(16)),
+    "past the end": header({"a": entry()}),
+    "shape and size disagree": header({"a": entry(shape=[5])}, bytes(16)),
+    "overlapping": header({"a": entry(), "b": entry(data_offsets=[8, 24])}, bytes(24)),
+    "unknown dtype": header({"a": entry(dtype="F33")}, bytes(16)),
     "a pickle": b"\x80\x04\x95" + bytes(60),
 }
 
@@ -98,12 +95,3 @@ def test_refuses_damaged_blob_and_keeps_nothing(store: WritableLocalStore) -> No
     assert cache.bytes == 0
     path.write_bytes(data)
     assert cache.load(wanted).keys() == ONE.keys() | TWO.keys(), "a repeated load, as by Truss, works after the repair"
-
-
-def test_reads_bytes_in_memory() -> None:
-    data = bytearray(save(ONE))
-    blob = Blob(sha256="0" * 64, bytes=len(data))
-    assert all(torch.equal(tensor, ONE[name]) for name, tensor in tensors_in(data, blob).items())
-    for invalid in (bytearray(data[:-1]), bytearray()):
-        with pytest.raises(CorruptBlob, match="is not a safetensors file"):
-            tensors_in(invalid, Blob(sha256="0" * 64, bytes=len(invalid)))
