@@ -3,22 +3,40 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from engine_builder.building.build_plan import BuildPlan
+from engine_builder.checkpoints.folder import Checkpoint
+from engine_builder.stores.store import WritableStore
 from model.api.request import GenerationRequest
 from model.api.resolve import resolve
+from model.cold_start import ColdStart
 from model.images.encode import Pixels
-from model.loading.load import Loaded
+from model.loading.load import Loaded, load_release
+from model.loading.target import Target, detect_targets
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import GenerationParams, Mask
 from model.pipeline.text_to_image import generate
+from model.store.precision import FP32
 from tests.support.images import file_of, largest_difference
 from tests.support.reference import Reference
+from tests.support.uncompiled import publish_uncompiled
 
 TOLERANCE = 2  # of 255: float32 rounding, in another order
 _IMAGES = ("image", "masks", "controls", "image_prompts")
+
+
+def publish(name: str, checkpoint: Checkpoint, target: Target, folder: Path) -> WritableStore:
+    """Return a new store in `folder` that has a model without compiled code, as version 1."""
+    return publish_uncompiled(BuildPlan(name, checkpoint, None, target, FP32), folder / "store")
+
+
+def load(store: WritableStore, release: str, **options: Any) -> Loaded:
+    """Load a release on the CPU."""
+    return load_release(store, release, detect_targets(), [], ColdStart(), **options)
 
 
 def params_of(loaded: Loaded, **fields: Any) -> GenerationParams:
@@ -37,11 +55,11 @@ def request_of(params: GenerationParams) -> dict[str, Any]:
     """Return the JSON of a request that resolves to these parameters, for a PNG."""
     names = (
         "prompt", "negative_prompt", "num_inference_steps", "guidance_scale", "end_cfg_frac", "scheduler", "seed",
-        "num_images", "width", "height",
+        "num_images", "width", "height", "use_refiner",
     )  # fmt: skip
     request = {name: getattr(params, name) for name in names} | {"output_format": "png"}
     if params.use_refiner:
-        request |= {"use_refiner": True, "denoising_frac": params.denoising_frac}
+        request["denoising_frac"] = params.denoising_frac
     if params.image is not None:
         request |= {"image": file_of(params.image), "strength": params.strength}
     own = {"masks": ("prompt", "negative_prompt", "strength"), "controls": ("name", "scale", "start", "end", "mode")}

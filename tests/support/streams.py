@@ -56,10 +56,9 @@ class StreamEvent:
     """The operations that have finished when an event of a stream is reached."""
 
     seen: list[tuple[Stream, int]]
-    finished: bool = True
 
     def query(self) -> bool:
-        return self.finished
+        return True
 
 
 class Streams:
@@ -69,13 +68,11 @@ class Streams:
         self.main = self.current = Stream("main")
         self.side: dict[str, Stream] = {}
         """The side streams of the model, by name."""
-        self.awaited_events: list[Event] = []
         self._new = self.main
         self._writers: dict[int, tuple[Stream, int]] = {}  # address -> stream, and its count after writing
         self._recorded: set[tuple[int, Stream]] = set()
         self._kept: list[torch.Tensor] = []  # so that no address is used twice
         monkeypatch.setattr(torch.cuda, "Stream", self._create)
-        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(self))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: self.current)
         monkeypatch.setattr(torch.cuda, "default_stream", lambda *_: self.main)
         monkeypatch.setattr(torch.cuda, "stream", self.use)
@@ -131,23 +128,6 @@ class Streams:
         """Check every operation of this thread."""
         with _Check(self):
             yield
-
-
-class Event:
-    """An event with a time: the operations of its stream until then, as milliseconds."""
-
-    def __init__(self, streams: Streams) -> None:
-        self._streams = streams
-        self._time = 0
-
-    def record(self) -> None:
-        self._time = self._streams.current.count
-
-    def synchronize(self) -> None:
-        self._streams.awaited_events.append(self)
-
-    def elapsed_time(self, later: "Event") -> float:
-        return float(later._time - self._time)
 
 
 class Graph:

@@ -16,19 +16,17 @@ from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
 from engine_builder.checkpoints.release_settings import read_model_facts, read_noise_schedules, read_release_defaults
 from engine_builder.releases.publish import publish
 from engine_builder.stores.store import WritableStore, open_writable_store
-from model.cold_start import ColdStart
 from model.denoising.edm_schedule import EdmSchedule, schedule_from_dict
 from model.denoising.sampler_names import EDM_SAMPLERS, SAMPLERS
 from model.denoising.samplers import sampler_schedule, split_schedule
 from model.errors import ManifestError, RequestRefused
-from model.loading.load import Loaded, load_release
-from model.loading.target import detect_targets
+from model.loading.load import Loaded
 from model.pipeline.text_to_image import generate
 from model.store.manifest import ModelFacts
 from tests.engine_builder.helpers import edit_json
 from tests.support import toy_sdxl
 from tests.support.images import largest_difference
-from tests.support.parity import TOLERANCE, check_images, image_of, params_of, picture
+from tests.support.parity import TOLERANCE, check_images, image_of, load, params_of, picture
 from tests.support.reference import Reference
 from tests.support.repository import MODEL_FOLDER
 from tests.support.schedulers import EDM_SCHEDULERS, check_denoises_alike, read_edm_schedule
@@ -77,7 +75,7 @@ def edm(
     result = build(replace(toy_plan, model="toy-edm", base=Checkpoint(folder)), store)
     assert not result.compiled  # the formulation and the normalization are no part of an engine
     release = publish(store, "toy-edm")[0].name
-    return load_release(store, release, detect_targets(), [], ColdStart())
+    return load(store, release)
 
 
 def test_image_is_that_of_diffusers(edm: Loaded, folder: Path) -> None:

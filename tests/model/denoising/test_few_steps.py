@@ -15,18 +15,16 @@ from diffusers import StableDiffusionXLPipeline
 from engine_builder.backends.aot_inductor.compile import dynamic_bucket, engine_key
 from engine_builder.backends.onnx.export import export_graph
 from engine_builder.backends.onnx.graph_store import validate_graph
-from engine_builder.building.build_plan import BuildPlan
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
 from engine_builder.checkpoints.release_settings import read_model_facts, read_noise_schedules, read_release_defaults
 from engine_builder.networks.network import load_network
 from model.api.request import GenerationRequest
 from model.api.resolve import resolve
-from model.cold_start import ColdStart
 from model.engines import signatures
 from model.engines.engine import EngineSet
-from model.loading.load import Loaded, load_release
+from model.loading.load import Loaded
 from model.loading.served import read_defaults
-from model.loading.target import Target, detect_targets
+from model.loading.target import Target
 from model.pipeline import spec
 from model.pipeline.guidance import embed_guidance
 from model.pipeline.loaded_model import LoadedModel
@@ -37,10 +35,9 @@ from tests.support import toy_sdxl
 from tests.support.components import BASE_COMPONENTS
 from tests.support.images import largest_difference
 from tests.support.linear_networks import PLAIN, WIDTHS, Stub, linear_model, stub
-from tests.support.parity import TOLERANCE, check_all_differ, check_images, image_of, params_of
+from tests.support.parity import TOLERANCE, check_all_differ, check_images, image_of, load, params_of, publish
 from tests.support.reference import Reference
 from tests.support.repository import MODEL_FOLDER
-from tests.support.uncompiled import publish_uncompiled
 
 GUIDANCE_WIDTH = 24  # of the guidance embedding of the distilled toy
 
@@ -58,9 +55,8 @@ def distilled_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def distilled(distilled_folder: Path, target: Target, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     """The distilled toy, built, published and loaded."""
-    plan = BuildPlan("toy-lcm", Checkpoint(distilled_folder), None, target, FP32)
-    store = publish_uncompiled(plan, tmp_path_factory.mktemp("distilled-store") / "store")
-    return load_release(store, "toy-lcm/1", detect_targets(), [], ColdStart())
+    store = publish("toy-lcm", Checkpoint(distilled_folder), target, tmp_path_factory.mktemp("distilled"))
+    return load(store, "toy-lcm/1")
 
 
 # -- UNets that embed guidance ---------------------------------------------------------------------------------------
@@ -100,14 +96,6 @@ def test_distilled_model_needs_only_another_time_network(
     assert {name for name in distilled if distilled[name] != plain[name]} == {spec.UNET_TIME}
 
 
-def test_time_network_has_an_input_for_guidance(distilled: Loaded, loaded: Loaded) -> None:
-    signature = distilled.model.engines[spec.UNET_TIME].signature
-    assert [(tensor.name, tensor.dtype, tensor.shape) for tensor in signature.inputs][3:] == [
-        ("timestep_cond", "float32", ("rows", GUIDANCE_WIDTH))
-    ]
-    assert signatures.timestep_cond_width(loaded.model.engines[spec.UNET_TIME].signature) == 0
-
-
 def test_serves_the_defaults_of_the_model(distilled: Loaded) -> None:
     params = resolve(GenerationRequest(prompt="a circle"), distilled.served)
     assert (params.scheduler, params.num_inference_steps, params.guidance_scale) == ("LCM", 4, 7.5)
@@ -143,15 +131,7 @@ def test_refiner_that_embeds_no_guidance_runs_guided_steps() -> None:
     assert {len(step["sample"]) for step in stub(model, spec.REFINER_UNET).seen} == {2}
 
 
-def test_base_without_steps_is_neither_encoded_nor_run() -> None:
-    model = distilled_linear_model()
-    [image], _, _ = generate(model, [replace(PLAIN, use_refiner=True, denoising_frac=0.0)])
-    assert image.shape == (PLAIN.height, PLAIN.width, 3)
-    assert len(stub(model, spec.REFINER_UNET).seen) == PLAIN.num_inference_steps
-    for name in (spec.TEXT_ENCODER, spec.TEXT_ENCODER_2, spec.UNET_TEXT, spec.UNET_TIME, spec.UNET):
-        assert stub(model, name).seen == []
-
-
+@pytest.mark.full
 def test_time_network_with_guidance_exports_to_onnx(distilled_folder: Path) -> None:
     network = load_network(Checkpoint(distilled_folder), spec.UNET_TIME, FP16)
     assert validate_graph(network, export_graph(network)) <= 1e-2

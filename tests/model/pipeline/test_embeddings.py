@@ -21,15 +21,12 @@ from engine_builder.embeddings.add import add_embeddings, parse_embeddings
 from engine_builder.embeddings.read import BadEmbedding, read_embedding
 from engine_builder.releases.signing import public_key
 from engine_builder.stores.store import WritableStore, open_writable_store
-from model.cold_start import ColdStart
-from model.loading.load import Loaded, load_release
-from model.loading.target import Target, detect_targets
+from model.loading.load import Loaded
+from model.loading.target import Target
 from model.pipeline.text_to_image import generate
-from model.store.precision import FP32
 from tests.support.adapters import copy_store
-from tests.support.parity import check_all_differ, check_images, image_of, params_of
+from tests.support.parity import check_all_differ, check_images, image_of, load, params_of, publish
 from tests.support.reference import Reference
-from tests.support.uncompiled import publish_uncompiled
 
 ROWS, WIDTH = 6, 16  # of the toy's text encoders
 VECTORS = {"<cat>": 3, "<ink>": 1}
@@ -52,15 +49,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def store(toy_folder: Path, target: Target, tmp_path_factory: pytest.TempPathFactory) -> WritableStore:
     """A store with the toy and free rows, published as worded/1."""
-    plan = BuildPlan("worded", Checkpoint(toy_folder, embedding_rows=ROWS), None, target, FP32)
-    return publish_uncompiled(plan, tmp_path_factory.mktemp("embedding-store") / "store")
+    return publish("worded", Checkpoint(toy_folder, embedding_rows=ROWS), target, tmp_path_factory.mktemp("store"))
 
 
 @pytest.fixture(scope="module")
 def worded(store: WritableStore, files: dict[str, Path]) -> Loaded:
     """The release with both embeddings, worded/2."""
     assert add_embeddings(store, "worded/1", {token: [path] for token, path in files.items()})[0].name == "worded/2"
-    return load_release(store, "worded/2", detect_targets(), [], ColdStart())
+    return load(store, "worded/2")
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +154,7 @@ def test_adds_more_to_a_version_and_signs_it(
     assert is_new and add_embeddings(opened, "worded/2", {"<dog>": [one]}, key) == (manifest, False)
     assert manifest.name == "worded/3"
     assert json.loads(manifest.builder["embeddings"]).keys() == {*VECTORS, "<dog>"}
-    again = load_release(opened, "worded/3", detect_targets(), [], ColdStart(), public_keys=[public_key(key)])
+    again = load(opened, "worded/3", public_keys=[public_key(key)])
     check_equal_images(again, worded, "a <cat>")
 
 
@@ -178,7 +174,7 @@ def test_reads_releases_whose_tokenizers_have_the_tokens(store: WritableStore, w
     old = manifest.model_copy(update=changes)
     opened.write_release(old)
     assert b'"embeddings": {' not in old.to_json() and opened.read_release("worded/9").required_schema < 5
-    loaded = load_release(opened, "worded/9", detect_targets(), [], ColdStart())
+    loaded = load(opened, "worded/9")
     check_equal_images(loaded, worded, "a <CAT> on <ink>", "<cat>")
     one = write(tmp_path / "one.safetensors", 2, 2)
     with pytest.raises(BadEmbedding, match="'<Cat>_1' is in the release's tokenizer already, as '<cat>_1'"):
@@ -239,7 +235,7 @@ def test_reads_a_file_for_each_text_encoder(
     result = CliRunner().invoke(app, ["add-embedding", "worded/1", option, "--store", str(folder)])
     assert result.exit_code == 0, result.output
     newest = open_writable_store(folder).releases()[-1]
-    loaded = load_release(open_writable_store(folder), newest, detect_targets(), [], ColdStart())
+    loaded = load(open_writable_store(folder), newest)
     check_equal_images(loaded, worded, "a red <cat>", replaced="<cat-toy>")
 
 

@@ -15,13 +15,11 @@ import torch
 from PIL import Image
 
 from engine_builder.adapters.add import add_adapter
-from engine_builder.building.build_plan import BuildPlan
 from engine_builder.checkpoints.folder import Checkpoint, IpAdapterFiles
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.api.describe import describe
 from model.api.request import GenerationRequest
 from model.api.resolve import resolve
-from model.cold_start import ColdStart
 from model.denoising.graph_loop import GraphLoop
 from model.denoising.sampler_names import SAMPLERS
 from model.engines.engine import EngineSet
@@ -29,7 +27,7 @@ from model.errors import RequestRefused
 from model.images.canny import canny
 from model.images.fit import reference_square
 from model.loading.adapters import ServedAdapters
-from model.loading.load import Loaded, load_release
+from model.loading.load import Loaded
 from model.loading.select import select
 from model.loading.served import ServedModel, SizeList, served_model
 from model.loading.target import Target, detect_targets
@@ -41,7 +39,6 @@ from model.pipeline.spec import UNET, UNET_CONTROLLED, UNET_IP
 from model.pipeline.text_to_image import generate
 from model.settings import ServedBucket
 from model.store.manifest import Bucket, Manifest, Span
-from model.store.precision import FP32
 from tests.support import ip_adapters
 from tests.support.adapters import PACKABLE, copy_store, module_shapes, random_deltas, write_adapter
 from tests.support.images import file_of, largest_difference, pixels
@@ -53,14 +50,15 @@ from tests.support.parity import (
     check_batch,
     check_images,
     image_of,
+    load,
     params_of,
     picture,
+    publish,
     request_of,
 )
 from tests.support.predictions import post, predict
 from tests.support.reference import Reference
 from tests.support.static_tokens import with_static_tokens
-from tests.support.uncompiled import publish_uncompiled
 
 SIDE = 64
 IMAGES = 3  # the most of an adapter with 6 tokens of an image
@@ -88,17 +86,12 @@ def checkpoint(
 @pytest.fixture(scope="module")
 def store(checkpoint: Checkpoint, target: Target, tmp_path_factory: pytest.TempPathFactory) -> WritableStore:
     """A store with this toy, published as toy/1."""
-    plan = BuildPlan("toy", checkpoint, None, target, FP32)
-    return publish_uncompiled(plan, tmp_path_factory.mktemp("store") / "store")
-
-
-def load(store: WritableStore, **options: Any) -> Loaded:
-    return load_release(store, "toy/1", detect_targets(), [], ColdStart(), **options)
+    return publish("toy", checkpoint, target, tmp_path_factory.mktemp("store"))
 
 
 @pytest.fixture(scope="module")
 def toy(store: WritableStore) -> Loaded:
-    return load(store)
+    return load(store, "toy/1")
 
 
 def make_reference(checkpoint: Checkpoint) -> Reference:
@@ -357,7 +350,7 @@ def test_loras_change_the_conditioned_unets_too(
     file = write_adapter(tmp_path / "style.safetensors", deltas, "peft")
     copied = open_writable_store(copy_store(store, tmp_path / "store"))
     add_adapter(copied, "style", file)
-    adapted, own = load(copied, adapters=ServedAdapters(("style",))), make_reference(checkpoint)
+    adapted, own = load(copied, "toy/1", adapters=ServedAdapters(("style",))), make_reference(checkpoint)
     own.load_lora("style", file)
     plain = params_of(adapted, **uses)
     changed = replace(plain, loras=(("style", 0.8),))
@@ -368,7 +361,7 @@ def test_loras_change_the_conditioned_unets_too(
 
 
 def test_warm_up_runs_every_network(store: WritableStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded, ran = load(store), set[str]()
+    loaded, ran = load(store, "toy/1"), set[str]()
 
     def record(name: str, run: Callable[..., object], *inputs: object) -> object:
         ran.add(name)

@@ -117,7 +117,7 @@ def test_feathered_mask_repaints_like_diffusers(loaded: Loaded, photo: Pixels, r
     assert changes[0] > 0.5 * changes[1] > 0
 
 
-@pytest.mark.parametrize("sampler", ["Euler a", "DPM++ 2M"])
+@pytest.mark.parametrize("sampler", ["Euler a", pytest.param("DPM++ 2M", marks=pytest.mark.full)])
 def test_three_masks_are_three_chained_calls(
     sampler: str, client: httpx.Client, loaded: Loaded, photo: Pixels, reference: Reference
 ) -> None:

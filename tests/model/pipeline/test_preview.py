@@ -1,7 +1,7 @@
 """Previews: the map of a release, the fit of a build, and the map that a warm-up fits."""
 
+import itertools
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -57,24 +57,18 @@ def test_colours_are_those_of_the_manifests_numbers() -> None:
     np.testing.assert_allclose(colours.numpy(), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e30])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_broken_latents_give_a_picture(value: float, dtype: torch.dtype) -> None:
-    latents = torch.zeros((1, 4, 6, 8), dtype=dtype)
-    latents[0, 1, 2:4] = value
-    largest = record().model_copy(update={"layers": tuple(scaled(layer, 1e6) for layer in record().layers)})
-    for preview_map in (preview_map_of(record(), CPU), preview_map_of(largest, CPU)):
-        assert pixels(Preview(preview_map, latents).encode()).shape == (6, 8, 3)
+def test_broken_latents_give_a_picture(dtype: torch.dtype) -> None:
+    largest = record().model_copy(update={"layers": tuple(map(with_largest_weights, record().layers))})
+    for value, numbers in itertools.product((float("nan"), float("inf"), -float("inf"), 1e30), (record(), largest)):
+        latents = torch.zeros((1, 4, 6, 8), dtype=dtype)
+        latents[0, 1, 2:4] = value
+        assert pixels(Preview(preview_map_of(numbers, CPU), latents).encode()).shape == (6, 8, 3)
 
 
-def scaled(layer: PreviewLayer, factor: float) -> PreviewLayer:
-    return PreviewLayer(
-        weight=tuple(tuple(max(-1e6, min(1e6, factor * one)) for one in row) for row in layer.weight), bias=layer.bias
-    )
-
-
-def with_record(model: LoadedModel, numbers: PreviewRecord) -> LoadedModel:
-    return replace(model, settings=model.settings.model_copy(update={"preview": numbers}))
+def with_largest_weights(layer: PreviewLayer) -> PreviewLayer:
+    weight = tuple(tuple(1e6 if one > 0 else -1e6 for one in row) for row in layer.weight)
+    return PreviewLayer(weight=weight, bias=layer.bias)
 
 
 def warmed_up(model: LoadedModel) -> PreviewMap:
@@ -85,7 +79,8 @@ def warmed_up(model: LoadedModel) -> PreviewMap:
 
 def test_warm_up_takes_the_map_of_the_release() -> None:
     numbers, plain, recorded = record(), linear_model(), linear_model()
-    preview_map, fitted = warmed_up(with_record(recorded, numbers)), warmed_up(plain)
+    recorded.settings = recorded.settings.model_copy(update={"preview": numbers})
+    preview_map, fitted = warmed_up(recorded), warmed_up(plain)
     latents = torch.randn((1, 4, 8, 8), generator=torch.Generator().manual_seed(0))
     expected = preview_map_of(numbers, CPU).colours(latents)
     assert torch.equal(preview_map.colours(latents), expected) and not torch.equal(fitted.colours(latents), expected)
@@ -148,50 +143,42 @@ def example(model: LoadedModel, latents: torch.Tensor) -> tuple[torch.Tensor, to
     return latents, avg_pool2d(decode_latents(model, latents), model.settings.vae_scale_factor).clamp(-1, 1)
 
 
-class WideEncoder(nn.Module):
-    """[batch, 3, height, width] -> moments [batch, 2 * channels, height/8, width/8]: mixed colours, no deviation."""
+class WideVae(nn.Module):
+    """A VAE of so many channels that only mixes the colours of 8x8 pixels. `value` is added to its outputs."""
 
-    def __init__(self, channels: int, value: float = 0.0) -> None:
+    def __init__(self, channels: int, value: float, decodes: bool) -> None:
         super().__init__()
         self.mix = nn.Parameter(torch.randn((channels, 3), generator=torch.Generator().manual_seed(0)))
-        self.value = value
+        self.value, self.decodes = value, decodes
 
     def forward(self, given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if self.decodes:
+            colours = torch.einsum("kc,bchw->bkhw", torch.linalg.pinv(self.mix), given) + self.value
+            return (interpolate(colours, scale_factor=8),)
         means = torch.einsum("ck,bkhw->bchw", self.mix, avg_pool2d(given, 8)) + self.value
         return (torch.cat([means, torch.full_like(means, -30)], dim=1),)
 
 
-class WideDecoder(WideEncoder):
-    """The inverse of WideEncoder, but for the size of the picture's details."""
-
-    def forward(self, given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        colours = torch.einsum("kc,bchw->bkhw", torch.linalg.pinv(self.mix), given) + self.value
-        return (interpolate(colours, scale_factor=8),)
-
-
 def wide(channels: int, value: float = 0.0, normalized: bool = True) -> tuple[ModelFacts, dict[str, Network]]:
-    """The facts and the networks of a VAE of so many channels. `value` is added to its outputs."""
+    """The facts and the networks of such a VAE."""
     facts = linear_model().settings.model_copy(
         update={"latent_channels": channels, "vae_scale_factor": 8, "vae_scaling_factor": 0.5}
         | ({"latents_mean": (0.7,) * channels, "latents_std": (3.0,) * channels} if normalized else {})
     )
-    picture, latents = ("rows", 3, "height", "width"), ("rows", channels, "height/8", "width/8")
-    shapes = {
-        "vae_encoder": ("pixels", picture, "moments", ("rows", 2 * channels, "height/8", "width/8")),
-        "vae_decoder": ("latents", latents, "pixels", picture),
-    }
-    networks = {}
-    for name, (given, given_shape, made, made_shape) in shapes.items():
-        signature = Signature(
-            inputs=(TensorSpec(name=given, dtype="float32", shape=given_shape),),
-            outputs=(TensorSpec(name=made, dtype="float32", shape=made_shape),),
+    picture = TensorSpec(name="pixels", dtype="float32", shape=("rows", 3, "height", "width"))
+    latents = TensorSpec(name="latents", dtype="float32", shape=("rows", channels, "height/8", "width/8"))
+    moments = TensorSpec(name="moments", dtype="float32", shape=("rows", 2 * channels, "height/8", "width/8"))
+    signatures = {"vae_encoder": (picture, moments), "vae_decoder": (latents, picture)}
+    return facts, {
+        name: Network(
+            name, WideVae(channels, value, name == "vae_decoder"), Signature(inputs=(given,), outputs=(made,)), {},
+            FP32, "plain", 8,
         )
-        module = (WideEncoder if name == "vae_encoder" else WideDecoder)(channels, value)
-        networks[name] = Network(name, module, signature, {}, FP32, "plain", 8)
-    return facts, networks
+        for name, (given, made) in signatures.items()
+    }  # fmt: skip
 
 
-@pytest.mark.parametrize(("channels", "normalized"), [(4, True), (8, False), (16, True), (32, False)])
+@pytest.mark.parametrize(("channels", "normalized"), [(4, True), (16, True), (32, False)])
 def test_fits_any_vae_with_few_numbers(channels: int, normalized: bool) -> None:
     facts, networks = wide(channels, normalized=normalized)
     corners = torch.rand((1, 3, 3, 4), generator=torch.Generator().manual_seed(2)) * 1.6 - 0.8
@@ -200,19 +187,6 @@ def test_fits_any_vae_with_few_numbers(channels: int, normalized: bool) -> None:
     fitted = with_preview_map(facts, networks, {"vae_decoder": [{"latents": latents.detach()}]}).preview
     assert fitted is not None and fitted.error < 0.06
     assert len(fitted.layers[0].weight[0]) == 9 * channels and len(fitted.layers[0].weight) == 32
-
-
-def test_error_leaves_out_generated_images_that_are_broken() -> None:
-    facts, networks = wide(4)
-    latents = torch.rand((3, 4, 8, 8), generator=torch.Generator().manual_seed(0))
-    broken = latents.clone()
-    broken[1, 0, 0, 0], broken[2, 3, 1, 4] = float("nan"), float("inf")
-    errors = []
-    for inputs in (latents[:1], broken):
-        fitted = with_preview_map(facts, networks, {"vae_decoder": [{"latents": inputs}]}).preview
-        assert fitted is not None
-        errors.append(fitted.error)
-    assert errors[0] == errors[1] > 0
 
 
 @pytest.mark.parametrize(("channels", "value"), [(33, 0.0), (4, float("nan")), (4, float("inf"))])

@@ -16,18 +16,16 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine_builder.building.build_plan import BuildPlan
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
 from engine_builder.checkpoints.safety_checker import find_safety_checker
 from engine_builder.networks.check import check_model
 from engine_builder.networks.network import load_network
 from engine_builder.stores.store import WritableStore
-from model.cold_start import ColdStart
 from model.errors import MissingComponent
 from model.images.clip_input import DEVIATION, clip_input
 from model.images.encode import Pixels
-from model.loading.load import Loaded, load_release
-from model.loading.target import Target, detect_targets
+from model.loading.load import Loaded
+from model.loading.target import Target
 from model.pipeline.runner import Runner
 from model.pipeline.safety import decide
 from model.pipeline.spec import SAFETY_CHECKER
@@ -38,16 +36,11 @@ from model.store.precision import FP32
 from tests.support import toy_safety_checker
 from tests.support.images import largest_difference, pixels
 from tests.support.in_process import serve_in_process
-from tests.support.parity import params_of, request_of
+from tests.support.parity import load, params_of, publish, request_of
 from tests.support.predictions import post, predict
-from tests.support.uncompiled import publish_uncompiled
 
 IMAGES = 6
 FIELDS: dict[str, Any] = {"num_inference_steps": 4, "num_images": IMAGES, "seed": 0, "output_format": "png"}
-
-
-def load(store: WritableStore, release: str, **options: Any) -> Loaded:
-    return load_release(store, release, detect_targets(), [], ColdStart(), **options)
 
 
 def generate_all(loaded: Loaded) -> list[Pixels]:
@@ -85,8 +78,7 @@ def checked_store(
 ) -> WritableStore:
     """A store with the toy and its safety checker, published as checked/1."""
     base = Checkpoint(toy_folder, safety_checker=find_safety_checker(str(folder)))
-    plan = BuildPlan("checked", base, None, target, FP32)
-    return publish_uncompiled(plan, tmp_path_factory.mktemp("checked-store") / "store")
+    return publish("checked", base, target, tmp_path_factory.mktemp("checked-store"))
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Stable Diffusion 1.5 and 2.1: their images are those of diffusers, and folders that mix models are refused."""
 
-import json
 import random
 import shutil
 from collections.abc import Callable
@@ -24,15 +23,14 @@ from engine_builder.checkpoints.release_settings import read_model_facts, read_n
 from engine_builder.commands.main import app
 from engine_builder.networks.check import check_model
 from engine_builder.networks.network import load_network
-from engine_builder.stores.store import open_writable_store
-from model.cold_start import ColdStart
+from engine_builder.stores.store import WritableStore, open_writable_store
 from model.denoising.sampler_names import SAMPLERS
 from model.errors import EngineError, RequestRefused
 from model.images.postprocess import feather
 from model.loading.adapters import ServedAdapters
 from model.loading.interfaces import check_interfaces
-from model.loading.load import Loaded, load_release
-from model.loading.target import Target, detect_targets
+from model.loading.load import Loaded
+from model.loading.target import Target
 from model.pipeline import spec
 from model.pipeline.loaded_model import LoadedModel
 from model.store.precision import FP16, FP32
@@ -40,10 +38,19 @@ from tests.engine_builder.helpers import edit_json
 from tests.support import toy_sd
 from tests.support.adapters import LINEARS, STYLES, Style, copy_store, module_shapes, random_deltas, write_adapter
 from tests.support.images import largest_difference
-from tests.support.parity import TOLERANCE, box, check_all_differ, check_images, image_of, params_of, picture
+from tests.support.parity import (
+    TOLERANCE,
+    box,
+    check_all_differ,
+    check_images,
+    image_of,
+    load,
+    params_of,
+    picture,
+    publish,
+)
 from tests.support.reference import Reference
 from tests.support.repository import MODEL_FOLDER
-from tests.support.uncompiled import publish_uncompiled
 
 CASES = 9
 VERSIONS: tuple[toy_sd.Version, ...] = ("1.5", "2.1")
@@ -57,18 +64,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def store_folder(folders: dict[str, Path], target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def store(folders: dict[str, Path], target: Target, tmp_path_factory: pytest.TempPathFactory) -> WritableStore:
     """A store with the toy of 1.5, published as toy-sd/1."""
-    folder = tmp_path_factory.mktemp("sd-store") / "store"
-    plan = BuildPlan("toy-sd", Checkpoint(folders["1.5"]), None, target, FP32)
-    publish_uncompiled(plan, folder)
-    return folder
+    return publish("toy-sd", Checkpoint(folders["1.5"]), target, tmp_path_factory.mktemp("sd"))
 
 
 @pytest.fixture(scope="module")
-def toy(store_folder: Path) -> Loaded:
-    """The toy of 1.5, built, published and loaded."""
-    return load_release(open_writable_store(store_folder), "toy-sd/1", detect_targets(), [], ColdStart())
+def toy(store: WritableStore) -> Loaded:
+    return load(store, "toy-sd/1")
 
 
 @pytest.fixture(scope="module")
@@ -153,8 +156,8 @@ def test_each_setting_changes_the_image(version: str, toy: Loaded, models: dict[
     assert np.array_equal(image_of(model, params), image_of(model, replace(params, negative_prompt=None)))
 
 
-def test_release_has_the_facts_of_the_model(toy: Loaded, folders: dict[str, Path], store_folder: Path) -> None:
-    assert json.loads((store_folder / "releases" / "toy-sd" / "1.json").read_text())["family"] == "sd"
+def test_release_has_the_facts_of_the_model(toy: Loaded, folders: dict[str, Path], store: WritableStore) -> None:
+    assert store.read_release("toy-sd/1").family == "sd"
     assert set(toy.model.tokenizers) == {"tokenizer"}
     assert spec.TEXT_ENCODER_FINAL in toy.model.engines and spec.TEXT_ENCODER not in toy.model.engines
     assert (toy.served.native_width, toy.served.native_height) == (toy_sd.SIDE, toy_sd.SIDE)
@@ -168,8 +171,8 @@ def test_release_has_the_facts_of_the_model(toy: Loaded, folders: dict[str, Path
     assert read_noise_schedules(second, None)["base"].prediction_type == "v_prediction"
 
 
-def test_build_names_the_replaced_scheduler(folders: dict[str, Path], store_folder: Path) -> None:
-    arguments = ["build", str(folders["1.5"]), "--name", "toy-sd", "--store", str(store_folder)]
+def test_build_names_the_replaced_scheduler(folders: dict[str, Path], store: WritableStore) -> None:
+    arguments = ["build", str(folders["1.5"]), "--name", "toy-sd", "--store", store.url]
     output = " ".join(CliRunner().invoke(app, arguments, catch_exceptions=False).output.split())
     assert "PNDMScheduler is not served. Requests without `scheduler` use Euler" in output
 
@@ -225,16 +228,15 @@ def test_vae_of_sd_is_not_upcast(folders: dict[str, Path], target: Target) -> No
 
 @pytest.mark.parametrize("style", ["kohya", *(pytest.param(name, marks=pytest.mark.full) for name in STYLES[2:])])
 def test_image_with_an_adapter_is_that_of_diffusers(
-    style: Style, toy: Loaded, folders: dict[str, Path], store_folder: Path, tmp_path: Path
+    style: Style, toy: Loaded, folders: dict[str, Path], store: WritableStore, tmp_path: Path
 ) -> None:
     """The projections of 1.5 are convolutions in its files, and linears in an engine."""
     deltas = random_deltas(module_shapes(folders["1.5"]), LINEARS, 4, seed=0, spread=0.3)
     assert {len(down.shape) for down, _, _ in deltas.values()} == {2, 4}
     file = write_adapter(tmp_path / "adapter.safetensors", deltas, style)
-    store = open_writable_store(copy_store(open_writable_store(store_folder), tmp_path / "store"))
-    add_adapter(store, "adapter", file)
-    adapters = ServedAdapters(("adapter",))
-    adapted = load_release(store, "toy-sd/1", detect_targets(), [], ColdStart(), adapters=adapters).model
+    copied = open_writable_store(copy_store(store, tmp_path / "store"))
+    add_adapter(copied, "adapter", file)
+    adapted = load(copied, "toy-sd/1", adapters=ServedAdapters(("adapter",))).model
     params = params_of(toy, num_inference_steps=4, guidance_scale=3.0)
     reference = Reference(folders["1.5"])
     reference.load_lora("adapter", file)

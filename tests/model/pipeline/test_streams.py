@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -10,13 +10,11 @@ import pytest
 import torch
 
 from model.cuda import graphs
-from model.cuda.streams import SideStream, StageTimer
 from model.engines.engine import EngineSet
 from model.engines.graphed import GraphedEngine
-from model.images.pending import PendingImage
 from model.pipeline import spec
 from model.pipeline.loaded_model import LoadedModel
-from model.pipeline.params import GenerationParams, Mask
+from model.pipeline.params import Mask
 from model.pipeline.preview import fit_preview_map
 from model.pipeline.runner import Runner
 from model.pipeline.text_to_image import generate, run_stages
@@ -113,24 +111,6 @@ def test_inputs_wait_for_no_step_and_steps_for_no_decoding(model: LoadedModel, s
     assert main.seen[text] == text.count and decode.seen[main]
 
 
-def queue_image(model: LoadedModel, request: GenerationParams) -> PendingImage:
-    """Queue all device work of `generate` for a request of one image, without waiting for it."""
-    runner = Runner(model)
-    [image] = run_stages(runner, [runner.plan(request)])
-    assert image.pixels is not None
-    return image.pixels
-
-
-@pytest.mark.parametrize("refiner", [False, True], ids=["base", "refiner"])
-def test_generate_is_free_of_races(refiner: bool, model: LoadedModel, streams: Streams) -> None:
-    request = params(5, use_refiner=refiner)
-    with streams.checking():
-        pending = queue_image(model, request)
-    image = pending.wait()
-    assert image is not None
-    assert largest_difference(image, generate(linear_model(), [request])[0][0]) <= 1
-
-
 @pytest.mark.parametrize(("omitted", "race"), [("waits", "may not have written yet"), ("records", "may have freed")])
 @pytest.mark.parametrize("reader", ["main", "text", "decode"])
 def test_every_wait_and_record_is_needed(
@@ -138,87 +118,50 @@ def test_every_wait_and_record_is_needed(
 ) -> None:
     """Shows that the tests above can fail."""
     setattr(streams.main if reader == "main" else streams.side[reader], omitted, False)
+    runner = Runner(model)
     with pytest.raises(Race, match=f"on {reader} reads what .* {race}"), streams.checking():
-        queue_image(model, params(1))
-
-
-def test_stage_times_on_a_gpu_wait_for_the_last_event_only(streams: Streams) -> None:
-    """Times of one stage are summed."""
-    timer = StageTimer(torch.device("cuda"))
-    for stage, milliseconds in (("text", 3), ("denoise", 5), ("text", 7)):
-        streams.main.count += milliseconds
-        timer.end(stage)
-    assert not streams.awaited_events
-    assert timer.milliseconds() == {"text": 10, "denoise": 5}
-    assert len(streams.awaited_events) == 1
-
-
-def test_side_stream_of_a_cpu_has_no_effect() -> None:
-    side = SideStream(torch.device("cpu"))
-    with side.run_after(torch.zeros(1)):
-        side.release_to_current([torch.zeros(1)])
+        run_stages(runner, [runner.plan(params(1))])
 
 
 # -- graphs ------------------------------------------------------------------------------------------------------------
 
-
-@pytest.fixture
-def fake_graphs(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> Graphs:
-    return Graphs(streams, monkeypatch)
-
-
-def test_graphs_share_a_pool_with_those_of_their_stream_only(fake_graphs: Graphs, streams: Streams) -> None:
-    side = Stream("side")
-    ran_on: list[Stream] = []
-
-    def capture_on(stream: Stream) -> Callable[[], None]:
-        with streams.use(stream):
-            return graphs.capture(lambda: ran_on.append(streams.current))
-
-    replays = [capture_on(stream) for stream in (streams.main, side, streams.main, side)]
-    pools, captured_on, captured = zip(*fake_graphs.captures, strict=True)
-    assert pools[0] is pools[2] and pools[1] is pools[3] and pools[0] is not pools[1]
-    assert captured_on[0] is captured_on[2] is not streams.main and captured_on[1] is captured_on[3] is side
-    assert ran_on == [stream for stream in captured_on for _ in range(3)]
-    replays[0]()
-    with streams.use(side):
-        replays[1]()
-        with pytest.raises(AssertionError, match="another stream"):
-            replays[0]()
-    assert [graph.replays for graph in captured] == [1, 1, 0, 0]
-
-
-def test_only_graphs_without_a_workspace_switch_it_off(
-    fake_graphs: Graphs, streams: Streams, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """PyTorch reads the environment at each matrix product."""
-    names = ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE")
-    monkeypatch.setenv(names[0], ":4096:8")
-    monkeypatch.delenv(names[1], raising=False)
-    seen: list[list[str | None]] = []
-
-    def work() -> None:
-        seen.append([os.environ.get(name) for name in names])
-
-    with streams.use(Stream("side")):
-        for workspace in (True, False, False):
-            graphs.capture(work, workspace)()
-    assert seen == 3 * [[":4096:8", None]] + 6 * [[":0:0", "0"]]
-    assert [os.environ.get(name) for name in names] == [":4096:8", None]
+ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "CUBLASLT_WORKSPACE_SIZE": "1"}  # PyTorch reads it at each product
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["succeeds", "fails"])
-def test_graph_has_its_own_workspaces(fails: bool, fake_graphs: Graphs) -> None:
-    """PyTorch may free a stream's workspace at any time, so a captured product must allocate its own."""
+def test_graphs_share_memory_with_those_of_their_stream_only(
+    fails: bool, streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And each has its own workspaces, or none: PyTorch may free a stream's workspace at any time."""
+    fake, ran = Graphs(streams, monkeypatch), []
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
 
     def work() -> None:
-        fake_graphs.events.append("capture" if fake_graphs.captures else "warm-up")
-        if fails and fake_graphs.captures:
+        fake.events.append("run")
+        ran.append((streams.current, [os.environ[name] for name in ENVIRONMENT]))
+        if fails and fake.captures:
             raise ValueError
 
-    with pytest.raises(ValueError) if fails else nullcontext():
-        graphs.capture(work)
-    assert fake_graphs.events == ["clear", "warm-up", "warm-up", "clear", "capture", "clear"]
+    if fails:
+        with pytest.raises(ValueError):
+            graphs.capture(work)
+        assert fake.events == ["clear", "run", "run", "clear", "run", "clear"]
+        return
+    side, replays = Stream("side"), []
+    for stream, workspace in ((streams.main, True), (side, False), (streams.main, True), (side, False)):
+        with streams.use(stream):
+            replays.append(graphs.capture(work, workspace))
+    pools, captured_on, captured = zip(*fake.captures, strict=True)
+    assert pools[0] is pools[2] and pools[1] is pools[3] and pools[0] is not pools[1]
+    assert captured_on[0] is captured_on[2] is not streams.main and captured_on[1] is captured_on[3] is side
+    settings = [[":4096:8", "1"], [":0:0", "0"]] * 2
+    assert ran == [pair for pair in zip(captured_on, settings, strict=True) for _ in range(3)]
+    assert [os.environ[name] for name in ENVIRONMENT] == [":4096:8", "1"]
+    replays[0]()
+    with streams.use(side), pytest.raises(AssertionError, match="another stream"):
+        replays[0]()
+    assert [graph.replays for graph in captured] == [1, 0, 0, 0]
 
 
 def test_graphed_engine_copies_inputs_and_outputs() -> None:
