@@ -101,10 +101,9 @@ Mix = list[tuple[dict[str, object], int]]
 """Requests, as changes of PLAIN, each with the step at which it joins."""
 
 
-def check_mix(loop: Loop, model: LoadedModel, mix: Mix) -> None:
-    """Requests that join at given steps, or as soon as there is room, have the results that they have alone."""
-    images = [make_image(model, **changes) for changes, _ in mix]
-    waiting = sorted((first_step, index) for index, (_, first_step) in enumerate(mix))
+def run_mix(loop: Loop, images: Sequence[ImageState], first_steps: Sequence[int]) -> None:
+    """Run images that join at given steps, or as soon as there is room."""
+    waiting = sorted(zip(first_steps, range(len(images)), strict=True))
     step = 0
     while waiting or loop.images:
         while waiting and waiting[0][0] <= step and has_room(loop, images[waiting[0][1]].unet_batch):
@@ -113,6 +112,12 @@ def check_mix(loop: Loop, model: LoadedModel, mix: Mix) -> None:
         if loop.images:
             loop.step()
         step += 1
+
+
+def check_mix(loop: Loop, model: LoadedModel, mix: Mix) -> None:
+    """Requests of a mix have the results that they have alone."""
+    images = [make_image(model, **changes) for changes, _ in mix]
+    run_mix(loop, images, [first_step for _, first_step in mix])
     for image, (changes, _) in zip(images, mix, strict=True):
         assert_latents(image.latents, **changes)
 

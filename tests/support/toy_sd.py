@@ -14,34 +14,20 @@ from tests.support.toy_sdxl import TOKENS, save_networks
 
 Version = Literal["1.5", "2.1"]
 SIDE = 256  # pixels, of the native size
+_BOTH: dict[str, Any] = {
+    "beta_end": 0.012,
+    "beta_schedule": "scaled_linear",
+    "beta_start": 0.00085,
+    "clip_sample": False,
+    "num_train_timesteps": 1000,
+    "set_alpha_to_one": False,
+    "skip_prk_steps": True,
+    "steps_offset": 1,
+    "trained_betas": None,
+}
 SCHEDULERS: dict[Version, dict[str, Any]] = {
-    "1.5": {
-        "_class_name": "PNDMScheduler",
-        "_diffusers_version": "0.6.0",
-        "beta_end": 0.012,
-        "beta_schedule": "scaled_linear",
-        "beta_start": 0.00085,
-        "num_train_timesteps": 1000,
-        "set_alpha_to_one": False,
-        "skip_prk_steps": True,
-        "steps_offset": 1,
-        "trained_betas": None,
-        "clip_sample": False,
-    },
-    "2.1": {
-        "_class_name": "DDIMScheduler",
-        "_diffusers_version": "0.8.0",
-        "beta_end": 0.012,
-        "beta_schedule": "scaled_linear",
-        "beta_start": 0.00085,
-        "clip_sample": False,
-        "num_train_timesteps": 1000,
-        "prediction_type": "v_prediction",
-        "set_alpha_to_one": False,
-        "skip_prk_steps": True,
-        "steps_offset": 1,
-        "trained_betas": None,
-    },
+    "1.5": {"_class_name": "PNDMScheduler", "_diffusers_version": "0.6.0"} | _BOTH,
+    "2.1": {"_class_name": "DDIMScheduler", "_diffusers_version": "0.8.0", "prediction_type": "v_prediction"} | _BOTH,
 }
 _NEWER_VAE_ENTRIES = ("scaling_factor", "force_upcast", "latents_mean", "latents_std", "shift_factor")
 

@@ -109,21 +109,7 @@ def distilled_linear_model() -> LoadedModel:
     return model
 
 
-def test_each_step_embeds_its_guidance_and_runs_the_unet_once() -> None:
-    model = distilled_linear_model()
-    params = replace(PLAIN, negative_prompt="four", num_inference_steps=4, end_cfg_frac=0.5)
-    for scale in (0.5, 7.5):
-        _, _, warnings = generate(model, [replace(params, guidance_scale=scale)])
-        [inputs] = stub(model, spec.UNET_TIME).seen
-        expected = embed_guidance(np.array([scale, scale, 1.0, 1.0]), GUIDANCE_WIDTH)
-        assert torch.equal(inputs["timestep_cond"], expected)
-        assert [len(step["sample"]) for step in stub(model, spec.UNET).seen] == [1] * 4
-        assert [warning.partition(":")[0] for warning in warnings] == (["negative_prompt"] if scale > 1 else [])
-        stub(model, spec.UNET_TIME).seen.clear()
-        stub(model, spec.UNET).seen.clear()
-
-
-def test_refiner_that_embeds_no_guidance_runs_guided_steps() -> None:
+def test_only_the_refiner_runs_guided_steps() -> None:
     model = distilled_linear_model()
     _, _, [warning] = generate(model, [replace(PLAIN, negative_prompt="four", use_refiner=True)])
     assert warning.startswith("negative_prompt: this model's UNet") and "only the refiner does" in warning

@@ -8,20 +8,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from model.denoising.loop import ImageState, Known, Loop, has_room, unet_batch
+from model.denoising.loop import Known, Loop, has_room, unet_batch
 from model.denoising.sampler_names import SAMPLERS
-from model.engines.engine import EngineSet
-from model.engines.signatures import unet_signature
 from model.errors import EngineError
-from model.images.encode import Pixels
 from model.loading.load import Loaded
 from model.pipeline import spec
 from model.pipeline.loaded_model import LoadedModel
-from model.pipeline.params import GenerationParams
 from model.pipeline.runner import Runner
 from model.pipeline.text_to_image import denoise
 from tests.support.images import largest_difference
-from tests.support.linear_networks import PLAIN, WIDTHS, Stub, linear_model, stub
+from tests.support.linear_networks import PLAIN, linear_model, stub
 from tests.support.loops import (
     HEIGHT,
     LEVELS,
@@ -36,6 +32,7 @@ from tests.support.loops import (
     graph_loop,
     make_image,
     mixes,
+    run_mix,
     run_to_end,
     stubs,
 )
@@ -132,63 +129,6 @@ def test_each_step_keeps_the_image_outside_of_the_mask(make_loop: MakeLoop, mode
         assert not torch.isclose(right, expected.chunk(2, dim=-1)[1]).any()
 
 
-def with_chunks(chunks: int | None) -> LoadedModel:
-    """Return a model whose UNet reads so many chunks of text."""
-    model = linear_model()
-    stub(model, spec.UNET).signature = unet_signature(replace(WIDTHS, unet_chunks=chunks), "float32")
-    return model
-
-
-def test_texts_of_other_lengths_share_a_batch() -> None:
-    def images() -> list[ImageState]:
-        generator = torch.Generator().manual_seed(0)
-        made = [make_image(linear_model(), seed=seed, negative_prompt="four") for seed in range(3)]
-        for image, chunks in zip(made, (1, 2, 4), strict=True):
-            shape = (1, chunks * WIDTHS.tokens, WIDTHS.keys_values_width)
-            image.cond.inputs["keys_values"] = torch.randn(shape, generator=generator)
-        return made
-
-    alone = images()
-    for image in alone:
-        denoise(eager_loop(bucketed(with_chunks(None), 6)), [image])
-    loops: list[tuple[MakeLoop, int | None]] = [(graph_loop, 4), (eager_loop, 4), (eager_loop, None)]
-    for make_loop, chunks in loops:
-        together = images()
-        denoise(make_loop(bucketed(with_chunks(chunks), 6)), together)
-        for image, expected in zip(together, alone, strict=True):
-            torch.testing.assert_close(image.latents, expected.latents, rtol=1e-4, atol=1e-4)
-
-
-class InpaintStub(Stub):
-    """A UNet that takes further channels after the latents, and does not use them."""
-
-    def outputs(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return super().outputs({**inputs, "sample": inputs["sample"][:, :4]})
-
-
-@both_loops
-def test_unet_gets_the_extra_channels_of_each_image(make_loop: MakeLoop, model: LoadedModel) -> None:
-    sample, *others = stub(model, spec.UNET).signature.inputs
-    wide = sample.model_copy(update={"shape": ("rows", 9, *sample.shape[2:])})
-    signature = stub(model, spec.UNET).signature.model_copy(update={"inputs": (wide, *others)})
-    unet = InpaintStub(spec.UNET, signature)
-    unet.bucket = bucketed(model, 2).engines[0].bucket
-    loop = make_loop(EngineSet([unet]))
-    extra = torch.randn(1, 5, HEIGHT // 8, WIDTH // 8)
-    plain, inpainted = (make_image(model, guidance_scale=1.0, num_inference_steps=2, seed=seed) for seed in (1, 2))
-    inpainted.extra_channels = extra
-    loop.add(inpainted)
-    loop.add(plain)
-    run_to_end(loop)
-    for call in unet.seen[-2:]:
-        assert torch.equal(call["sample"][:, 4:], torch.cat([extra, torch.zeros_like(extra)]))
-    unet.seen.clear()
-    again = make_image(model, guidance_scale=1.0, num_inference_steps=2, seed=1)
-    denoise(loop, [again])  # in the slot of the inpainted image
-    assert not any(call["sample"][0, 4:].any() for call in unet.seen)
-    torch.testing.assert_close(again.latents, plain.latents)
-
-
 @both_loops
 def test_images_beyond_the_capacity_wait(make_loop: MakeLoop, model: LoadedModel) -> None:
     """The capacity is that of the largest bucket, until it is lowered."""
@@ -250,28 +190,14 @@ compiled_requests = st.fixed_dictionaries(
 @given(mix=st.lists(st.tuples(compiled_requests, st.integers(0, 4)), min_size=2, max_size=5))
 def test_image_is_independent_of_the_batch(mix: Mix, loaded: Loaded) -> None:
     """A request alone and in any mix, joining at any step: at most 1 of 255 apart in fp32."""
-    batch = [params_of(loaded, **request) for request, _ in mix]
-    images = generate_mix(loaded.model, batch, [first_step for _, first_step in mix])
-    for params, image in zip(batch, images, strict=True):
-        assert largest_difference(image, image_of(loaded.model, params)) <= 1
-
-
-def generate_mix(model: LoadedModel, batch: list[GenerationParams], first_steps: list[int]) -> list[Pixels]:
-    """Return the images of requests that join the loop at these steps, or as soon as there is room."""
-    loop, runner = model.loop(spec.UNET, 128, 128), Runner(model)
-    plans = [runner.plan(params) for params in batch]
+    runner = Runner(loaded.model)
+    plans = [runner.plan(params_of(loaded, **request)) for request, _ in mix]
     images = [plan.images()[0] for plan in plans]
     for plan, image in zip(plans, images, strict=True):
         runner.advance(plan, image)
-    waiting = sorted(zip(first_steps, range(len(images)), images, strict=True))
-    step = 0
-    while waiting or loop.images:
-        while waiting and waiting[0][0] <= step and has_room(loop, waiting[0][2].unet_batch):
-            loop.add(waiting.pop(0)[2])
-        if loop.images:
-            loop.step()
-        step += 1
+    run_mix(loaded.model.loop(spec.UNET, 128, 128), images, [first_step for _, first_step in mix])
     for plan, image in zip(plans, images, strict=True):
-        assert runner.advance(plan, image) is None
-    decoded = [image.pixels.wait() for image in images if image.pixels is not None]
-    return [pixels for pixels in decoded if pixels is not None]
+        assert runner.advance(plan, image) is None and image.pixels is not None
+        pixels = image.pixels.wait()
+        assert pixels is not None
+        assert largest_difference(pixels, image_of(loaded.model, plan.params)) <= 1

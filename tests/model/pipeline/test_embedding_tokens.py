@@ -1,9 +1,6 @@
 """Tokens of textual inversion in prompts: how they are found, and that chunks never divide an embedding."""
 
-from collections.abc import Mapping
-
 import pytest
-from tokenizers import AddedToken, Tokenizer
 
 from engine_builder.checkpoints.tokenizers import export_tokenizer
 from model.errors import MissingComponent
@@ -34,16 +31,6 @@ def plain(request: pytest.FixtureRequest) -> ClipTokenizer:
 @pytest.fixture(scope="module")
 def tokenizer(plain: ClipTokenizer) -> ClipTokenizer:
     return plain.with_embeddings(EMBEDDINGS)
-
-
-def with_tokens_in_file(name: str, vectors: Mapping[str, int]) -> ClipTokenizer:
-    """Return a tokenizer as older releases have it: "token", "token_1", "token_2" are tokens of tokenizer.json."""
-    data, settings = export_tokenizer(MODEL_FOLDER / name)
-    tokenizer = Tokenizer.from_buffer(data)
-    for token, count in vectors.items():
-        names = [f"{token}_{number}" if number else token for number in range(count)]
-        tokenizer.add_tokens([AddedToken(name, normalized=True, special=False) for name in names])
-    return ClipTokenizer(tokenizer.to_str().encode(), settings)
 
 
 def ids_of(tokenizer: ClipTokenizer, text: str) -> list[int]:
@@ -107,31 +94,6 @@ def test_as_many_embeddings_as_rows(plain: ClipTokenizer) -> None:
     assert many.largest_id == FIRST + MAX_EMBEDDING_ROWS - 1 and plain.largest_id == FIRST - 1
 
 
-IN_FILE = {"EasyNegative": 3, "lowname": 3, "easynegativev2": 2, "<cat>": 3, "<ink>": 1}
-OLD: dict[str, list[int]] = {
-    "a EasyNegative": [960, 961, 962],
-    "a easynegative": [960, 961, 962],
-    "LowName": [963, 964, 965],
-    "easynegativev2 easynegative": [966, 967, 960, 961, 962],
-    "a <CAT>, <ink><cat>": [968, 969, 970, 971, 968, 969, 970],
-    "<cat>_1": [969],
-}
-
-
-@pytest.mark.parametrize("name", ["tokenizer", "tokenizer_2"])
-def test_reads_embeddings_of_older_releases(name: str) -> None:
-    tokenizer = with_tokens_in_file(name, IN_FILE)
-    assert {text: rows_of(tokenizer, text) for text in OLD} == OLD
-
-
-def test_older_and_newer_embeddings_do_not_collide() -> None:
-    """Names of vectors exist only in older files. A new token may look like one."""
-    old = with_tokens_in_file("tokenizer", {"cat": 1, "dog_1": 1})
-    both = old.with_embeddings({"cat_1": (970,), "dog": (971, 972)})
-    assert rows_of(both, "cat dog_1 cat_1 dog") == [960, 961, 970, 971, 972]
-    assert old.equal_token("DOG_1") == "dog_1" and old.equal_token("dog") is None
-
-
 # -- chunks -----------------------------------------------------------------------------------------------------------
 
 
@@ -182,29 +144,6 @@ def test_truncation_leaves_an_embedding_out_whole(tokenizer: ClipTokenizer) -> N
             assert [chunks.uncut, chunks.dropped, chunks.dropped_tokens] == expected
     chunks = weighted_chunks(tokenizer, "red " * 74 + "(<e>:1.2) red", 1, "prompt")
     assert (chunks.uncut, chunks.dropped, chunks.dropped_tokens) == ("<e>", "<e> red", 4)
-
-
-# The vectors of an embedding, the most chunks -> the tokens in each chunk, and the number of dropped ones.
-LARGE: dict[tuple[int, int], tuple[list[int], int]] = {
-    (75, 4): ([1, 75, 1, 0], 0),
-    (76, 4): ([75, 3], 0),
-    (80, 4): ([75, 7], 0),
-    (80, 1): ([75], 7),
-    (400, 4): ([75] * 4, 102),
-}
-
-
-@pytest.mark.parametrize(("vectors", "most"), LARGE)
-def test_divides_only_embeddings_larger_than_a_chunk(vectors: int, most: int) -> None:
-    """They exist in older releases."""
-    old, (lengths, dropped) = with_tokens_in_file("tokenizer", {"<big>": vectors}), LARGE[vectors, most]
-    chunks = weighted_chunks(old, "red <big> blue", most, "prompt")
-    parts = content(chunks, old)
-    assert [len(part) for part in parts] == lengths
-    assert sum(parts, []) == ids_of(old, "red <big> blue")[: sum(lengths)]
-    assert (chunks.dropped_tokens, chunks.dropped, chunks.uncut) == (dropped, "<big> blue" if dropped else "", "")
-    if most == 1:
-        assert plain_chunks(old, "red <big> blue") == chunks
 
 
 WORDS = {

@@ -11,7 +11,6 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from engine_builder.adapters.add import add_adapter
@@ -25,44 +24,29 @@ from model.denoising.sampler_names import SAMPLERS
 from model.engines.engine import EngineSet
 from model.errors import RequestRefused
 from model.images.canny import canny
-from model.images.fit import reference_square
 from model.loading.adapters import ServedAdapters
 from model.loading.load import Loaded
 from model.loading.select import select
 from model.loading.served import ServedModel, SizeList, served_model
 from model.loading.target import Target, detect_targets
 from model.loading.warmup import warm_up
-from model.pipeline.image_prompt import to_encoder_input
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import Control, GenerationParams, ImagePrompt
 from model.pipeline.spec import UNET, UNET_CONTROLLED, UNET_IP
 from model.pipeline.text_to_image import generate
 from model.settings import ServedBucket
 from model.store.manifest import Bucket, Manifest, Span
-from tests.support import ip_adapters
+from tests.support import ip_adapters, parity
 from tests.support.adapters import PACKABLE, copy_store, module_shapes, random_deltas, write_adapter
 from tests.support.images import file_of, largest_difference, pixels
 from tests.support.in_process import serve_in_process
-from tests.support.parity import (
-    TOLERANCE,
-    box,
-    check_all_differ,
-    check_batch,
-    check_images,
-    image_of,
-    load,
-    params_of,
-    picture,
-    publish,
-    request_of,
-)
+from tests.support.parity import TOLERANCE, box, check_images, image_of, load, params_of, picture, request_of
 from tests.support.predictions import post, predict
 from tests.support.reference import Reference
 from tests.support.static_tokens import with_static_tokens
 
 SIDE = 64
 IMAGES = 3  # the most of an adapter with 6 tokens of an image
-MOST_IMAGES = {"plain": 4, "plus": IMAGES}  # of 18 tokens, 4 or 6 for each image
 CASES = 18
 
 
@@ -86,7 +70,7 @@ def checkpoint(
 @pytest.fixture(scope="module")
 def store(checkpoint: Checkpoint, target: Target, tmp_path_factory: pytest.TempPathFactory) -> WritableStore:
     """A store with this toy, published as toy/1."""
-    return publish("toy", checkpoint, target, tmp_path_factory.mktemp("store"))
+    return parity.publish("toy", checkpoint, target, tmp_path_factory.mktemp("store"))
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +181,7 @@ def test_requests_with_and_without_conditions_share_a_batch(toy: Loaded, referen
         ),
         params_of(toy, image_prompts=(prompt("plain", 9),), controls=(control("edges", 5),)),
     ]
-    check_batch(reference, batch, toy.model, with_graph_loop(toy))
+    parity.check_batch(reference, batch, toy.model, with_graph_loop(toy))
 
 
 @pytest.mark.parametrize("in_graphs", [False, True])
@@ -235,7 +219,7 @@ def test_each_setting_changes_the_image(toy: Loaded) -> None:
         {"image_prompts": (prompt("plain"), prompt("plus"))},
         {"image_prompts": (prompt("plain"), prompt("plus", scale=0.5))},
     ]
-    check_all_differ(toy.model, *(params_of(toy, **fields) for fields in uses))
+    parity.check_all_differ(toy.model, *(params_of(toy, **fields) for fields in uses))
 
 
 def test_leaves_out_what_has_no_effect(client: httpx.Client, toy: Loaded) -> None:
@@ -255,17 +239,6 @@ def test_prepares_a_control_image(client: httpx.Client, toy: Loaded) -> None:
     assert 0 < edges.mean() < 255
     expected = image_of(toy.model, params_of(toy, controls=(replace(control("edges"), levels=edges),)))
     assert largest_difference(pixels(predict(client, **request)["data"]), expected) <= TOLERANCE
-
-
-@pytest.mark.parametrize("size", [(32, 32), (100, 40), (37, 91), (300, 33), (33, 99)])
-def test_encodes_the_pixels_of_clips_processor(size: tuple[int, int]) -> None:
-    from transformers import CLIPImageProcessorPil
-
-    noise = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
-    processor = CLIPImageProcessorPil(size=32, crop_size=32)
-    expected = processor(Image.fromarray(noise), return_tensors="np")["pixel_values"]
-    actual = to_encoder_input(torch.from_numpy(reference_square(Image.fromarray(noise), 32).copy())[None])
-    np.testing.assert_allclose(actual.numpy(), expected, atol=1e-5)
 
 
 CONTROL: dict[str, Any] = {"name": "edges", "image": file_of(picture(1))}
@@ -326,12 +299,6 @@ def test_refuses_conditions_that_the_release_lacks(
         resolve(request, replace(toy.served, **{lacking: {}}))
 
 
-def test_the_release_states_how_many_images_an_adapter_takes(toy: Loaded) -> None:
-    served = toy.served.ip_adapters
-    assert {name: adapter.images for name, adapter in served.items()} == MOST_IMAGES
-    assert {adapter.side for adapter in served.values()} == {ip_adapters.SIDE}
-
-
 def test_a_release_has_shared_weights_once(store: WritableStore) -> None:
     manifest = store.read_release("toy/1")
     identities = {record.component: record.identity for record in manifest.weights}
@@ -355,7 +322,7 @@ def test_loras_change_the_conditioned_unets_too(
     plain = params_of(adapted, **uses)
     changed = replace(plain, loras=(("style", 0.8),))
     before = image_of(adapted.model, plain)
-    check_all_differ(adapted.model, plain, changed)
+    parity.check_all_differ(adapted.model, plain, changed)
     check_images(adapted.model, own, changed, plain)
     assert np.array_equal(image_of(adapted.model, plain), before)
 
@@ -435,11 +402,7 @@ def test_fewer_sizes_limit_only_requests_that_use_them(fewer_sizes: Manifest, to
 
 
 def test_configured_sizes_without_adapters_are_served(fewer_sizes: Manifest) -> None:
-    native = fewer_sizes.settings.native_width
-    served = served_with(fewer_sizes, 64, 256, native)
-    assert served.sizes == SizeList(tuple(sorted({(side, side) for side in (64, 256, native)})))
+    served = served_with(fewer_sizes, 64, 256)
+    assert served.sizes == SizeList(((64, 64), (256, 256)))
     assert served.ip_adapter_sizes == SizeList(((64, 64),)) and (64, 64) in served.control_sizes["edges"].sizes
     assert (256, 256) not in served.control_sizes["edges"].sizes
-    settings = fewer_sizes.settings.model_copy(update={"native_width": 256, "native_height": 256})
-    served = served_with(fewer_sizes.model_copy(update={"settings": settings}), 256)
-    assert served.sizes == SizeList(((256, 256),)) and not served.controlnets and not served.ip_adapters

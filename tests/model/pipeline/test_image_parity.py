@@ -15,17 +15,9 @@ from model.images.encode import Pixels
 from model.images.postprocess import feather
 from model.loading.load import Loaded
 from model.pipeline.params import GenerationParams
+from tests.support import parity
 from tests.support.images import largest_difference, pixels
-from tests.support.parity import (
-    TOLERANCE,
-    box,
-    check_all_differ,
-    check_batch,
-    check_images,
-    image_of,
-    params_of,
-    request_of,
-)
+from tests.support.parity import TOLERANCE, box, image_of, params_of, request_of
 from tests.support.predictions import http_client, predict
 from tests.support.reference import Reference
 from tests.support.repository import MODEL_FOLDER
@@ -61,22 +53,25 @@ def random_settings(number: int, loaded: Loaded, photo: Pixels) -> GenerationPar
     """Return a request with an image. Each sampler is used once before one is used twice."""
     choose = random.Random(number)
     sampler = SAMPLERS[number % len(SAMPLERS)]
-    strength = choose.uniform(0.3, 1.0)
     params = params_of(
         loaded,
         prompt=choose.choice(["a yellow square on a black background", "three small blue circles"]),
         negative_prompt=choose.choice([None, "", "a green triangle"]),
         scheduler=sampler,
-        num_inference_steps=choose.randint(5, 20),
+        num_inference_steps=choose.randint(5, 30),
         # LCM adds new noise at every step; see test_pipeline_parity.
         guidance_scale=choose.choice([1.0, 2.0] if sampler == "LCM" else [1.0, 3.0, 7.5]),
         end_cfg_frac=choose.choice([1.0, 1.0, 0.5]),
         use_refiner=choose.random() < 0.5 and sampler != "Heun",
-        denoising_frac=max(choose.choice([0.3, 0.6, 0.8]), 1.1 - strength),  # the base has a step
+        denoising_frac=choose.choice([0.3, 0.6, 0.8]),
         seed=choose.randrange(2**32),
         image=photo,
     )
-    return replace(params, strength=strength)
+    return replace(params, strength=choose.uniform(0.3, 1.0))
+
+
+def refining_after_a_base_step(params: GenerationParams, strength: float) -> GenerationParams:
+    return replace(params, denoising_frac=max(params.denoising_frac, 1.1 - strength))
 
 
 def test_image_to_image_is_that_of_diffusers(
@@ -84,6 +79,7 @@ def test_image_to_image_is_that_of_diffusers(
 ) -> None:
     for number in range(CASES):
         params = random_settings(number, loaded, photo)
+        params = refining_after_a_base_step(params, params.strength)
         image = generate_over_http(client, params)
         assert largest_difference(image, reference.generate(params)) <= TOLERANCE, params
         assert largest_difference(image, photo) > TOLERANCE
@@ -98,7 +94,7 @@ def test_inpainting_is_that_of_diffusers(
         right, bottom = left + choose.randrange(20, 60), top + choose.randrange(20, 60)
         strength = (params.strength, 0.9999, 1.0)[number % 3]
         mask = box(left, top, right, bottom, strength=strength, negative_prompt=params.negative_prompt)
-        params = replace(params, masks=(mask,))
+        params = refining_after_a_base_step(replace(params, masks=(mask,)), strength)
         image, inside = generate_over_http(client, params), mask.levels > 0
         assert largest_difference(image, reference.generate(params)) <= TOLERANCE, params
         assert largest_difference(image[inside], photo[inside]) > TOLERANCE
@@ -109,7 +105,7 @@ def test_feathered_mask_repaints_like_diffusers(loaded: Loaded, photo: Pixels, r
     hard = box(32, 32, 96, 96)
     soft = replace(hard, levels=np.array(feather(hard.levels, 12)))
     params = params_of(loaded, image=photo, masks=(soft,))
-    check_images(loaded.model, reference, params)
+    parity.check_images(loaded.model, reference, params)
     images = [image_of(loaded.model, replace(params, masks=(mask,))) for mask in (soft, hard)]
     edge = (slice(36, 92), slice(36, 40))  # inside the mask, where its levels are between
     assert 128 < soft.levels[64, 36] < soft.levels[64, 39] < 255
@@ -134,7 +130,7 @@ def test_three_masks_are_three_chained_calls(
     for mask in masks:  # requests of one mask each
         first_result = image_of(loaded.model, replace(params, image=first_result, masks=(mask,)))
     assert largest_difference(image, first_result) <= 1
-    check_all_differ(loaded.model, params, replace(params, masks=masks[::-1]))
+    parity.check_all_differ(loaded.model, params, replace(params, masks=masks[::-1]))
 
 
 def test_tasks_of_a_batch_do_not_affect_each_other(loaded: Loaded, photo: Pixels, reference: Reference) -> None:
@@ -145,7 +141,7 @@ def test_tasks_of_a_batch_do_not_affect_each_other(loaded: Loaded, photo: Pixels
         replace(plain, image=photo, masks=(box(10, 10, 70, 90),), scheduler="DPM++ 2M SDE Karras", use_refiner=True),
         replace(plain, image=photo, masks=(box(0, 0, 64, 64), box(64, 64, 128, 128)), guidance_scale=1.0),
     ]
-    check_batch(reference, batch, loaded.model)
+    parity.check_batch(reference, batch, loaded.model)
 
 
 def test_each_setting_of_an_image_changes_the_result(loaded: Loaded, photo: Pixels) -> None:
@@ -161,4 +157,4 @@ def test_each_setting_of_an_image_changes_the_result(loaded: Loaded, photo: Pixe
         {"masks": (box(28, 20, 90, 90),)},
         {"image": turned},
     ]
-    check_all_differ(loaded.model, params, *(replace(params, **fields) for fields in changed))
+    parity.check_all_differ(loaded.model, params, *(replace(params, **fields) for fields in changed))

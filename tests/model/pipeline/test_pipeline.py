@@ -21,7 +21,7 @@ from model.pipeline import spec
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import REPAINTED_LEVEL, Mask
 from model.pipeline.runner import Runner
-from model.pipeline.text_to_image import denoise, generate
+from model.pipeline.text_to_image import generate
 from model.store.manifest import Bucket, Span
 from tests.support.images import largest_difference
 from tests.support.linear_networks import PLAIN, linear_model, stub
@@ -95,19 +95,6 @@ def test_part_without_steps_is_neither_encoded_nor_run(
     assert list(timings) == ["text", "refine" if fraction == 0.0 else "denoise", "decode"]
     fields = [warning.partition(":")[0] for warning in warnings]
     assert fields == (["denoising_frac"] if fraction == 1.0 else [])
-
-
-def test_steps_left_include_the_refiner_steps(model: LoadedModel) -> None:
-    runner = Runner(model)
-    plan = runner.plan(replace(PLAIN, num_inference_steps=8, use_refiner=True, denoising_frac=0.75))
-    [image] = plan.images()
-    left = []
-    while (key := runner.advance(plan, image)) is not None:
-        left.append((key[0], plan.steps_left(image)))
-        denoise(model.loop(*key), [image])
-        left.append((key[0], plan.steps_left(image)))
-    assert left == [(spec.UNET, 8), (spec.UNET, 2), (spec.REFINER_UNET, 2), (spec.REFINER_UNET, 0)]
-    assert image.pixels is not None
 
 
 def test_requests_of_several_sizes_run_in_one_call(model: LoadedModel) -> None:

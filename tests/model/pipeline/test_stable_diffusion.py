@@ -35,20 +35,10 @@ from model.pipeline import spec
 from model.pipeline.loaded_model import LoadedModel
 from model.store.precision import FP16, FP32
 from tests.engine_builder.helpers import edit_json
-from tests.support import toy_sd
+from tests.support import parity, toy_sd
 from tests.support.adapters import LINEARS, STYLES, Style, copy_store, module_shapes, random_deltas, write_adapter
 from tests.support.images import largest_difference
-from tests.support.parity import (
-    TOLERANCE,
-    box,
-    check_all_differ,
-    check_images,
-    image_of,
-    load,
-    params_of,
-    picture,
-    publish,
-)
+from tests.support.parity import TOLERANCE, box, check_images, image_of, load, params_of, picture
 from tests.support.reference import Reference
 from tests.support.repository import MODEL_FOLDER
 
@@ -66,7 +56,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def store(folders: dict[str, Path], target: Target, tmp_path_factory: pytest.TempPathFactory) -> WritableStore:
     """A store with the toy of 1.5, published as toy-sd/1."""
-    return publish("toy-sd", Checkpoint(folders["1.5"]), target, tmp_path_factory.mktemp("sd"))
+    return parity.publish("toy-sd", Checkpoint(folders["1.5"]), target, tmp_path_factory.mktemp("sd"))
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +142,7 @@ def test_each_setting_changes_the_image(version: str, toy: Loaded, models: dict[
         {"guidance_rescale": 0.7},
         {"clip_skip": 1},
     ]
-    check_all_differ(model, params, *(replace(params, **fields) for fields in changed))
+    parity.check_all_differ(model, params, *(replace(params, **fields) for fields in changed))
     assert np.array_equal(image_of(model, params), image_of(model, replace(params, negative_prompt=None)))
 
 
@@ -248,48 +238,52 @@ def test_image_with_an_adapter_is_that_of_diffusers(
 # -- Folders of mixed models -----------------------------------------------------------------------------------------
 
 
-def replace_folder(name: str, source: Path, folder: Path) -> None:
-    shutil.rmtree(folder / name)
-    shutil.copytree(source / name, folder / name)
+def with_entries(file: str, **entries: Any) -> Callable[[Path, dict[str, Path]], None]:
+    return lambda folder, _: edit_json(folder / file, **entries)
 
 
-Mix = Callable[[Path, dict[str, Path]], object]
-MIXED: dict[str, tuple[Mix, str]] = {
-    "SDXL's UNet": (lambda f, _: replace_folder("unet", MODEL_FOLDER, f), "addition_embed_type is 'text_time'"),
-    "2.1's UNet": (lambda f, other: replace_folder("unet", other["2.1"], f), "reads texts of width 48"),
-    "2.1's text encoder": (
-        lambda f, other: replace_folder("text_encoder", other["2.1"], f), "encoders together return 48",
-    ),
-    "SDXL's VAE": (
-        lambda f, _: edit_json(f / "vae/config.json", scaling_factor=0.13025),
+def with_folder(name: str, version: str) -> Callable[[Path, dict[str, Path]], None]:
+    """Take a folder of another model."""
+
+    def change(folder: Path, others: dict[str, Path]) -> None:
+        shutil.rmtree(folder / name)
+        shutil.copytree(others.get(version, MODEL_FOLDER) / name, folder / name)
+
+    return change
+
+
+MIXED: list[tuple[Callable[[Path, dict[str, Path]], None], str]] = [
+    (with_folder("unet", "SDXL"), "addition_embed_type is 'text_time'"),
+    (with_folder("unet", "2.1"), "reads texts of width 48"),
+    (with_folder("text_encoder", "2.1"), "encoders together return 48"),
+    (lambda folder, _: shutil.rmtree(folder / "text_encoder"), "has no text_encoder/config.json"),
+    (
+        with_entries("vae/config.json", scaling_factor=0.13025),
         "vae is that of a Stable Diffusion XL (scaling_factor 0.13025)",
     ),
-    "UNet for editing": (lambda f, _: edit_json(f / "unet/config.json", in_channels=8), "takes 8 channels"),
-    "class embeddings": (
-        lambda f, _: edit_json(f / "unet/config.json", class_embed_type="projection"), "class_embed_type is",
-    ),
-    "attention masks": (
-        lambda f, _: edit_json(f / "text_encoder/config.json", use_attention_mask=True), "use_attention_mask is",
-    ),
-    "scheduler of flow matching": (
-        lambda f, _: edit_json(f / "model_index.json", scheduler=["diffusers", "FlowMatchEulerDiscreteScheduler"]),
+    (with_entries("unet/config.json", in_channels=8), "takes 8 channels"),
+    (with_entries("unet/config.json", class_embed_type="projection"), "class_embed_type is"),
+    (with_entries("text_encoder/config.json", use_attention_mask=True), "use_attention_mask is"),
+    (
+        with_entries("model_index.json", scheduler=["diffusers", "FlowMatchEulerDiscreteScheduler"]),
         "_class_name is 'FlowMatchEulerDiscreteScheduler'",
     ),
-    "no text encoder": (lambda f, _: shutil.rmtree(f / "text_encoder"), "has no text_encoder/config.json"),
-    "index of SDXL": (
-        lambda f, _: edit_json(f / "model_index.json", _class_name="StableDiffusionXLPipeline"),
-        "text_encoder_2 is None",
-    ),
-    "index of SD 3": (
-        lambda f, _: edit_json(f / "model_index.json", _class_name="StableDiffusion3Pipeline"),
+    (with_entries("model_index.json", _class_name="StableDiffusionXLPipeline"), "text_encoder_2 is None"),
+    (
+        with_entries("model_index.json", _class_name="StableDiffusion3Pipeline"),
         "'StableDiffusion3Pipeline', not a pipeline of Stable Diffusion XL or Stable Diffusion 1 or 2",
     ),
-}  # fmt: skip
+]
 
 
-@pytest.mark.parametrize("mix", MIXED)
-def test_refuses_a_mixed_folder(mix: str, folders: dict[str, Path], target: Target, tmp_path: Path) -> None:
-    change, words = MIXED[mix]
+@pytest.mark.parametrize(("change", "words"), MIXED)
+def test_refuses_a_mixed_folder(
+    change: Callable[[Path, dict[str, Path]], None],
+    words: str,
+    folders: dict[str, Path],
+    target: Target,
+    tmp_path: Path,
+) -> None:
     folder = Path(shutil.copytree(folders["1.5"], tmp_path / "mixed"))
     change(folder, folders)
     with pytest.raises(CheckpointError) as refusal:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ from engine_builder.checkpoints.tokenizers import export_tokenizer
 from model.errors import MissingComponent
 from model.pipeline.tokenizer import ClipTokenizer, TokenizerSettings
 from model.pipeline.weighted_prompt import plain_chunks
+from tests.engine_builder.helpers import edit_json
+from tests.support.repository import MODEL_FOLDER
 
-MERGES = ["t h", "th e</w>", "c a", "ca t</w>", "i n", "in g</w>", "! !</w>", "' s</w>", "Ã ©</w>", "a b"]
+BEGIN, END = 958, 959
 
 PROMPTS = {
     "empty": "",
@@ -38,28 +41,14 @@ PROMPTS = {
 }
 
 
-def byte_alphabet() -> list[str]:
-    """Return the 256 characters that represent bytes in byte-level BPE (GPT-2's bytes_to_unicode)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return [chr(byte) for byte in printable] + [chr(256 + index) for index in range(len(others))]
-
-
 def write_tokenizer(folder: Path, **config: object) -> Path:
-    """Write a CLIP tokenizer's files, with values of its tokenizer_config.json. Returns `folder`."""
-    alphabet = byte_alphabet()
-    words = [*alphabet, *(letter + "</w>" for letter in alphabet), *(merge.replace(" ", "") for merge in MERGES)]
-    words += ["<|startoftext|>", "<|endoftext|>"]
-    folder.mkdir()
-    vocabulary = {word: index for index, word in enumerate(words)}
-    (folder / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
-    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *MERGES, ""]), encoding="utf-8")
+    """Copy the tiny model's tokenizer, with other values of its tokenizer_config.json. Returns `folder`."""
+    shutil.copytree(MODEL_FOLDER / "tokenizer", folder)
     # As in SDXL's own folders: tokens spelled out, and matched after the text is lower-cased.
     flags = {"__type": "AddedToken", "normalized": True} | dict.fromkeys(("lstrip", "rstrip", "single_word"), False)
     begin, end = {**flags, "content": "<|startoftext|>"}, {**flags, "content": "<|endoftext|>"}
-    tokens = {"bos_token": begin, "eos_token": end, "unk_token": end, "pad_token": "<|endoftext|>"}
-    config = {"tokenizer_class": "CLIPTokenizer", "model_max_length": 77, **tokens, **config}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    edit_json(folder / "tokenizer_config.json", bos_token=begin, eos_token=end, unk_token=end, **config)
+    (folder / "special_tokens_map.json").unlink()
     return folder
 
 
@@ -89,13 +78,13 @@ def test_ids_equal_those_of_transformers(pair: tuple[CLIPTokenizer, ClipTokenize
 def test_vocabulary_and_merges_are_used(pair: tuple[CLIPTokenizer, ClipTokenizer]) -> None:
     """Without them the ids above could be equal and wrong."""
     _, tokenizer = pair
-    settings = tokenizer.settings
-    assert encode(tokenizer, "z the cat")[0][:5] == [settings.bos_token_id, 256 + 89, 513, 515, settings.eos_token_id]
+    vocabulary = json.loads((MODEL_FOLDER / "tokenizer" / "vocab.json").read_text())
+    assert encode(tokenizer, "a cat")[0][:4] == [BEGIN, vocabulary["a</w>"], vocabulary["cat</w>"], END]
 
 
 def test_dropped_text_is_the_end_of_the_prompt_as_typed(pair: tuple[CLIPTokenizer, ClipTokenizer]) -> None:
     reference, tokenizer = pair
-    kept, dropped = "z " * 72 + "The Cat's ", "NEXT  to\ta Café, 猫 <|endoftext|> é"  # 72 + 3 tokens fit
+    kept, dropped = "z " * 72 + "a cat ! ", "NEXT  to\ta Café, 猫 <|endoftext|> é"  # 72 + 3 tokens fit
     assert plain_chunks(tokenizer, kept + dropped).dropped == dropped
     assert encode(tokenizer, kept + dropped)[1] == len(reference(dropped).input_ids) - 2
     assert plain_chunks(tokenizer, kept).dropped == plain_chunks(tokenizer, "").dropped == ""
@@ -117,8 +106,8 @@ def test_ignores_truncation_and_padding_saved_after_use(tmp_path: Path) -> None:
 def test_reads_the_settings_of_the_folder(tmp_path: Path) -> None:
     _, first = export_tokenizer(write_tokenizer(tmp_path / "tokenizer", pad_token="<|endoftext|>"))
     _, second = export_tokenizer(write_tokenizer(tmp_path / "tokenizer_2", pad_token="!", model_max_length=64))
-    assert first == TokenizerSettings(max_length=77, bos_token_id=522, eos_token_id=523, pad_token_id=523)
-    assert second == TokenizerSettings(max_length=64, bos_token_id=522, eos_token_id=523, pad_token_id=0)
+    assert first == TokenizerSettings(max_length=77, bos_token_id=BEGIN, eos_token_id=END, pad_token_id=END)
+    assert second == TokenizerSettings(max_length=64, bos_token_id=BEGIN, eos_token_id=END, pad_token_id=0)
 
 
 def test_uses_another_length_than_77(tmp_path: Path) -> None:
@@ -166,5 +155,5 @@ def test_refuses_invalid_bytes(data: bytes) -> None:
 @pytest.mark.parametrize("field", ["bos_token_id", "eos_token_id"])
 def test_refuses_the_settings_of_another_tokenizer(tmp_path: Path, field: str) -> None:
     data, settings = export_tokenizer(write_tokenizer(tmp_path / "tokenizer"))
-    with pytest.raises(MissingComponent, match=r"encodes an empty prompt as \[522, 523\]"):
+    with pytest.raises(MissingComponent, match=rf"encodes an empty prompt as \[{BEGIN}, {END}\]"):
         ClipTokenizer(data, dataclasses.replace(settings, **{field: 5}))

@@ -28,8 +28,6 @@ from tests.support.images import largest_difference
 from tests.support.parity import TOLERANCE, check_all_differ, image_of, params_of
 from tests.support.reference import Reference
 from tests.support.repository import MODEL_FOLDER
-from training.evaluation_set import evaluation_set
-from training.score import score_image
 
 LONG = "a large red circle on a blue background, " * 20
 
@@ -214,25 +212,6 @@ def test_image_is_the_same_in_a_batch_of_other_lengths(loaded: Loaded) -> None:
     batch = [weighted(loaded, **fields, guidance_scale=scale) for fields in PROMPTS for scale in (1.0, 5.0)]
     for params, image in zip(batch, generate(loaded.model, batch)[0], strict=True):
         assert largest_difference(image, image_of(loaded.model, params)) <= 1
-
-
-@pytest.mark.full
-def test_second_chunk_is_obeyed(loaded: Loaded) -> None:
-    """A caption after 75 commas. In the plain syntax it is left out, with a warning.
-
-    Of 50 captions 37 were right when this was written. The tiny model was trained on captions without anything before
-    them, see docs/log/tiny-model.md.
-    """
-    captions = evaluation_set(held_out=False, count=12)
-    correct = dict.fromkeys(("plain", "weighted"), 0)
-    for syntax in correct:
-        size = {"width": 256, "height": 256, "num_inference_steps": 20}
-        for seed, caption in enumerate(captions):
-            params = weighted(loaded, prompt=", " * 75 + caption.text, prompt_syntax=syntax, seed=seed, **size)
-            [image], _, warnings = generate(loaded.model, [params])
-            correct[syntax] += score_image(image, caption.statement).ok
-            assert len(warnings) == (syntax == "plain")
-    assert correct["plain"] <= 1 and correct["weighted"] >= 6, correct
 
 
 # -- chunks -----------------------------------------------------------------------------------------------------------
