@@ -130,39 +130,6 @@ class Streams:
             yield
 
 
-class Graph:
-    """A captured graph that counts its replays and does no work."""
-
-    def __init__(self) -> None:
-        self.replays = 0
-
-    def replay(self) -> None:
-        self.replays += 1
-
-
-class Graphs:
-    """Captures of CUDA graphs on fake streams."""
-
-    def __init__(self, streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.captures: list[tuple[object, Stream, Graph]] = []
-        """Pool, stream and graph of each capture."""
-        self.events: list[str] = []
-        """Has "clear" for each time that the workspaces of cuBLAS were cleared, and what tests add."""
-        self._streams = streams
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-        monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
-        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-        monkeypatch.setattr(torch.cuda, "graph", self._capture)
-        clear = "_cuda_clearCublasWorkspaces"  # PyTorch has no public function for it
-        monkeypatch.setattr(torch._C, clear, lambda: self.events.append("clear"), raising=False)
-
-    @contextmanager
-    def _capture(self, graph: Graph, pool: object, stream: Stream, capture_error_mode: str) -> Iterator[None]:
-        self.captures.append((pool, stream, graph))
-        with self._streams.use(stream):
-            yield
-
-
 class _Check(TorchDispatchMode):
     def __init__(self, streams: Streams) -> None:
         super().__init__()

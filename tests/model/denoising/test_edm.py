@@ -10,23 +10,20 @@ from typing import Any
 
 import pytest
 
-from engine_builder.building.build import build
-from engine_builder.building.build_plan import BuildPlan
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
 from engine_builder.checkpoints.release_settings import read_model_facts, read_noise_schedules, read_release_defaults
-from engine_builder.releases.publish import publish
-from engine_builder.stores.store import WritableStore, open_writable_store
 from model.denoising.edm_schedule import EdmSchedule, schedule_from_dict
 from model.denoising.sampler_names import EDM_SAMPLERS, SAMPLERS
 from model.denoising.samplers import sampler_schedule, split_schedule
 from model.errors import ManifestError, RequestRefused
 from model.loading.load import Loaded
+from model.loading.target import Target
 from model.pipeline.text_to_image import generate
 from model.store.manifest import ModelFacts
 from tests.engine_builder.helpers import edit_json
 from tests.support import toy_sdxl
 from tests.support.images import largest_difference
-from tests.support.parity import TOLERANCE, check_images, image_of, load, params_of, picture
+from tests.support.parity import TOLERANCE, check_images, image_of, load, params_of, picture, publish
 from tests.support.reference import Reference
 from tests.support.repository import MODEL_FOLDER
 from tests.support.schedulers import EDM_SCHEDULERS, check_denoises_alike, read_edm_schedule
@@ -34,23 +31,11 @@ from tests.support.schedulers import EDM_SCHEDULERS, check_denoises_alike, read_
 CASES = 6
 # Of playgroundai/playground-v2.5-1024px-aesthetic.
 SCHEDULER: dict[str, Any] = {
-    "_class_name": "EDMDPMSolverMultistepScheduler",
-    "algorithm_type": "dpmsolver++",
-    "dynamic_thresholding_ratio": 0.995,
-    "euler_at_final": False,
-    "final_sigmas_type": "zero",
-    "lower_order_final": True,
-    "num_train_timesteps": 1000,
-    "prediction_type": "epsilon",
-    "rho": 7.0,
-    "sample_max_value": 1.0,
-    "sigma_data": 0.5,
-    "sigma_max": 80.0,
-    "sigma_min": 0.002,
-    "solver_order": 2,
-    "solver_type": "midpoint",
-    "thresholding": False,
-}
+    "_class_name": "EDMDPMSolverMultistepScheduler", "algorithm_type": "dpmsolver++", "euler_at_final": False,
+    "dynamic_thresholding_ratio": 0.995, "final_sigmas_type": "zero", "lower_order_final": True, "rho": 7.0,
+    "num_train_timesteps": 1000, "prediction_type": "epsilon", "sample_max_value": 1.0, "sigma_data": 0.5,
+    "sigma_max": 80.0, "sigma_min": 0.002, "solver_order": 2, "solver_type": "midpoint", "thresholding": False,
+}  # fmt: skip
 NORMALIZATION = {"latents_mean": [-0.6, 0.9, -0.4, 1.5], "latents_std": [2.5, 1.9, 2.2, 1.4]}
 
 
@@ -65,17 +50,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def edm(
-    folder: Path, toy_plan: BuildPlan, toy_store: WritableStore, tmp_path_factory: pytest.TempPathFactory
-) -> Loaded:
-    """The toy with the EDM formulation, built with the engines of the plain toy."""
-    root = tmp_path_factory.mktemp("edm-store") / "store"
-    shutil.copytree(toy_store.root, root)  # type: ignore[attr-defined]
-    store = open_writable_store(root)
-    result = build(replace(toy_plan, model="toy-edm", base=Checkpoint(folder)), store)
-    assert not result.compiled  # the formulation and the normalization are no part of an engine
-    release = publish(store, "toy-edm")[0].name
-    return load(store, release)
+def edm(folder: Path, target: Target, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    return load(publish("toy-edm", Checkpoint(folder), target, tmp_path_factory.mktemp("edm")), "toy-edm/1")
 
 
 def test_image_is_that_of_diffusers(edm: Loaded, folder: Path) -> None:

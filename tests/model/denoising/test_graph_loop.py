@@ -25,11 +25,6 @@ ZEROS: dict[str, object] = {}  # guided without a negative prompt
 NEGATIVE: dict[str, object] = {"negative_prompt": "four"}
 
 
-@pytest.fixture
-def model() -> LoadedModel:
-    return linear_model()
-
-
 @pytest.mark.parametrize(
     ("batches", "guided", "images", "calls"),
     [

@@ -16,43 +16,22 @@ from model.pipeline import spec
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.runner import Runner
 from model.pipeline.text_to_image import denoise
+from tests.support import loops
 from tests.support.images import largest_difference
 from tests.support.linear_networks import PLAIN, linear_model, stub
-from tests.support.loops import (
-    HEIGHT,
-    LEVELS,
-    MASK,
-    WIDTH,
-    MakeLoop,
-    Mix,
-    assert_latents,
-    bucketed,
-    check_mix,
-    eager_loop,
-    graph_loop,
-    make_image,
-    mixes,
-    run_mix,
-    run_to_end,
-    stubs,
-)
+from tests.support.loops import HEIGHT, LEVELS, MASK, WIDTH, MakeLoop, Mix, assert_latents, bucketed, make_image
 from tests.support.parity import image_of, params_of
 
-both_loops = pytest.mark.parametrize("make_loop", [eager_loop, graph_loop])
-
-
-@pytest.fixture
-def model() -> LoadedModel:
-    return linear_model()
+both_loops = pytest.mark.parametrize("make_loop", [loops.eager_loop, loops.graph_loop])
 
 
 @settings(max_examples=60, deadline=None)
-@given(mix=mixes, batches=st.sampled_from([(1, 2, 4, 8), (2, 5), (3,), (2,), (1,)]))
+@given(mix=loops.mixes, batches=st.sampled_from([(1, 2, 4, 8), (2, 5), (3,), (2,), (1,)]))
 def test_any_mix_equals_the_images_alone(mix: Mix, batches: tuple[int, ...]) -> None:
     model = linear_model()
-    check_mix(eager_loop(bucketed(model, *batches)), model, mix)
+    loops.check_mix(loops.eager_loop(bucketed(model, *batches)), model, mix)
     for guided in ((), (2, 4, 8)):
-        check_mix(graph_loop(bucketed(model, *batches, guided=guided)), model, mix)
+        loops.check_mix(loops.graph_loop(bucketed(model, *batches, guided=guided)), model, mix)
 
 
 @both_loops
@@ -87,7 +66,7 @@ def test_nan_reaches_neither_other_images_nor_the_next_in_a_slot(make_loop: Make
     loop.remove(broken)
     following = make_image(model, seed=3, scheduler="DPM++ 2M SDE Karras")
     loop.add(following)
-    run_to_end(loop)
+    loops.run_to_end(loop)
     assert_latents(other.latents, seed=2, scheduler="DPM++ 2M")
     assert_latents(following.latents, seed=3, scheduler="DPM++ 2M SDE Karras")
 
@@ -104,7 +83,7 @@ def test_latents_are_copies(make_loop: MakeLoop, model: LoadedModel) -> None:
         assert loop.latents(image).any()
         loop.latents(image).zero_()
     assert loop.latents(image).any()
-    run_to_end(loop)
+    loops.run_to_end(loop)
     assert_latents(image.latents)
 
 
@@ -139,7 +118,7 @@ def test_images_beyond_the_capacity_wait(make_loop: MakeLoop, model: LoadedModel
     images = [make_image(model, seed=seed, num_inference_steps=2 + seed) for seed in range(5)]
     denoise(loop, images)
     assert loop.images == []
-    calls = [call["sample"] for engine in stubs(unet) for call in engine.seen]
+    calls = [call["sample"] for engine in loops.stubs(unet) for call in engine.seen]
     assert {len(sample[:4].unique(dim=0)) for sample in calls} <= {1, 2}
     for seed, image in enumerate(images):
         assert_latents(image.latents, seed=seed, num_inference_steps=2 + seed)
@@ -161,7 +140,7 @@ def test_end_of_guidance_makes_room_for_another_image(make_loop: MakeLoop, model
 
 
 def test_a_failed_loop_is_empty(model: LoadedModel) -> None:
-    loop: Loop = eager_loop(model.engines[spec.UNET])
+    loop: Loop = loops.eager_loop(model.engines[spec.UNET])
     stub(model, spec.UNET).fails = EngineError("no")
     with pytest.raises(EngineError):
         denoise(loop, [make_image(model)])
@@ -186,7 +165,7 @@ compiled_requests = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(mix=st.lists(st.tuples(compiled_requests, st.integers(0, 4)), min_size=2, max_size=5))
 def test_image_is_independent_of_the_batch(mix: Mix, loaded: Loaded) -> None:
     """A request alone and in any mix, joining at any step: at most 1 of 255 apart in fp32."""
@@ -195,7 +174,7 @@ def test_image_is_independent_of_the_batch(mix: Mix, loaded: Loaded) -> None:
     images = [plan.images()[0] for plan in plans]
     for plan, image in zip(plans, images, strict=True):
         runner.advance(plan, image)
-    run_mix(loaded.model.loop(spec.UNET, 128, 128), images, [first_step for _, first_step in mix])
+    loops.run_mix(loaded.model.loop(spec.UNET, 128, 128), images, [first_step for _, first_step in mix])
     for plan, image in zip(plans, images, strict=True):
         assert runner.advance(plan, image) is None and image.pixels is not None
         pixels = image.pixels.wait()

@@ -20,28 +20,14 @@ from model.pipeline.text_to_image import generate
 from model.scheduling.scheduler import Scheduler
 from model.settings import Limits
 from model.store.manifest import Fp16Steps
+from tests.support import loops
 from tests.support.images import largest_difference
 from tests.support.linear_networks import PLAIN, Stub, linear_model, stub
-from tests.support.loops import (
-    MakeLoop,
-    Mix,
-    assert_latents,
-    bucketed,
-    check_mix,
-    eager_loop,
-    graph_loop,
-    make_image,
-    mixes,
-    run_to_end,
-    stubs,
-)
+from tests.support.loops import MakeLoop, assert_latents, bucketed, eager_loop, graph_loop, make_image, run_to_end
 from tests.support.parity import image_of
 from tests.support.scheduling import results
 
-
-@pytest.fixture
-def model() -> LoadedModel:
-    return linear_model()
+LOOPS: list[MakeLoop] = [graph_loop, eager_loop]
 
 
 def unets(model: LoadedModel) -> tuple[Stub, Stub]:
@@ -51,12 +37,17 @@ def unets(model: LoadedModel) -> tuple[Stub, Stub]:
 
 
 @settings(max_examples=30, deadline=None)
-@given(mix=mixes, first=st.integers(0, 4), last=st.integers(0, 4), make_loop=st.sampled_from([graph_loop, eager_loop]))
-def test_two_loops_of_one_unet_equal_one_loop(mix: Mix, first: int, last: int, make_loop: MakeLoop) -> None:
+@given(
+    mix=loops.mixes,
+    first=st.integers(0, 4),
+    last=st.integers(0, 4),
+    make_loop=st.sampled_from([graph_loop, eager_loop]),
+)
+def test_two_loops_of_one_unet_equal_one_loop(mix: loops.Mix, first: int, last: int, make_loop: MakeLoop) -> None:
     """Latents, the samplers' estimate of the step before, noise, guidance and conditioning all move along."""
     model = linear_model()
     unet = bucketed(model, 1, 2, 4, guided=(2, 4))
-    check_mix(MixedLoop(make_loop(unet), make_loop(unet), first, last), model, mix)
+    loops.check_mix(MixedLoop(make_loop(unet), make_loop(unet), first, last), model, mix)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +68,7 @@ def test_each_step_runs_on_its_unet(first: int, last: int, steps: int, of_outer:
     assert loop.images == []
 
 
-@pytest.mark.parametrize("make_loop", [graph_loop, eager_loop])
+@pytest.mark.parametrize("make_loop", LOOPS)
 def test_removed_image_leaves_the_loop_that_it_is_in(make_loop: MakeLoop, model: LoadedModel) -> None:
     unet = bucketed(model, 1, 2, 4)
     loop, plain = MixedLoop(make_loop(unet), make_loop(unet), 1, 1), make_loop(unet)
@@ -114,8 +105,8 @@ def test_taken_image_goes_on_in_another_loop(model: LoadedModel) -> None:
 def test_all_images_can_be_removed_after_an_error(failing: str, model: LoadedModel) -> None:
     """Also those that finished in the other loop in the same step, or that were between the loops."""
     outer, inner = unets(model)
-    loops = [eager_loop(EngineSet([outer])), eager_loop(EngineSet([inner]))]
-    loop = MixedLoop(*loops, 1, 0)
+    both = [eager_loop(EngineSet([outer])), eager_loop(EngineSet([inner]))]
+    loop = MixedLoop(*both, 1, 0)
     loop.add(make_image(model, num_inference_steps=3))
     loop.step()
     for steps in (1, 3):
@@ -125,7 +116,7 @@ def test_all_images_can_be_removed_after_an_error(failing: str, model: LoadedMod
         loop.step()
     for image in list(loop.images):
         loop.remove(image)
-    assert loop.images == loops[0].images == loops[1].images == []
+    assert loop.images == both[0].images == both[1].images == []
 
 
 def test_serves_what_both_unets_serve(model: LoadedModel) -> None:
@@ -139,9 +130,9 @@ def test_serves_what_both_unets_serve(model: LoadedModel) -> None:
     list(batch_measurement(loaded))
     loop = model.loop(spec.UNET, 64, 64)
     assert isinstance(loop, MixedLoop) and loop.capacity == 4
-    smaller, larger, unused = stubs(inner)
+    smaller, larger, unused = loops.stubs(inner)
     assert smaller.seen and larger.seen and not unused.seen
-    assert stubs(outer)[0].seen, "a step that runs in fp16"
+    assert loops.stubs(outer)[0].seen, "a step that runs in fp16"
     batch = [replace(PLAIN, width=64, seed=seed) for seed in range(3)]
     for image, params in zip(generate(model, batch)[0], batch, strict=True):
         assert largest_difference(image, image_of(model, params)) <= 1

@@ -16,28 +16,12 @@ import torch
 from diffusers import StableDiffusionXLImg2ImgPipeline
 
 from model.denoising.noise_schedule import OWN_SPACING
-from model.denoising.sampler_names import (
-    SAMPLERS,
-    TAKE_SIGMAS,
-    TAKE_TIMESTEPS,
-    sampler_name,
-    skipped_steps,
-)
+from model.denoising.sampler_names import SAMPLERS, TAKE_SIGMAS, TAKE_TIMESTEPS, sampler_name, skipped_steps
 from model.denoising.samplers import SamplerSchedule, sampler_schedule, skip_steps, split_schedule
 from model.errors import RequestRefused
 from model.validation import MAX_STEPS
-from tests.support.schedulers import (
-    DIFFUSERS_SCHEDULERS,
-    SHAPE,
-    TOLERANCE,
-    Inpainted,
-    assert_close,
-    check_denoises_alike,
-    denoise,
-    denoise_with_diffusers,
-    initial_latents,
-    read_noise_schedule,
-)
+from tests.support import schedulers
+from tests.support.schedulers import SHAPE, TOLERANCE, Inpainted, denoise, read_noise_schedule
 from training.architecture import SCHEDULER as SDXL
 
 # diffusers 0.42.1 calls np.array on tensors of a torch whose __array__ takes no `copy`: a defect of diffusers.
@@ -71,7 +55,7 @@ def config_with(spacing: str) -> dict[str, Any]:
 
 
 def diffusers_scheduler(sampler: str, steps: int, config: dict[str, Any]) -> Any:
-    kind, settings = DIFFUSERS_SCHEDULERS[sampler]
+    kind, settings = schedulers.DIFFUSERS_SCHEDULERS[sampler]
     scheduler = kind.from_config(config, **settings)  # type: ignore[attr-defined]
     scheduler.set_timesteps(steps)
     return scheduler
@@ -95,7 +79,7 @@ def test_schedule_denoises_like_diffusers(sampler: str, interval: int) -> None:
         schedule = sampler_schedule(sampler, steps, read_noise_schedule(config))
         assert len(schedule) == schedule.steps == entries(sampler, steps)
         assert schedule.timesteps.tolist() == scheduler.timesteps.tolist(), (steps, spacing)
-        check_denoises_alike(schedule, scheduler, tolerance_of(schedule))
+        schedulers.check_denoises_alike(schedule, scheduler, tolerance_of(schedule))
 
 
 SPLITS = [
@@ -111,7 +95,7 @@ def test_base_and_refiner_denoise_like_the_two_pipelines(sampler: str, interval:
         config = config_with(spacing)
         noise_schedule = read_noise_schedule(config)
         base, refiner = split_schedule(sampler_schedule(sampler, steps, noise_schedule), noise_schedule, frac)
-        latents, generator = initial_latents(base.init_sigma)
+        latents, generator = schedulers.initial_latents(base.init_sigma)
         after_base = denoise(base, latents, generator)
         result = denoise(refiner, after_base, generator)
 
@@ -120,17 +104,19 @@ def test_base_and_refiner_denoise_like_the_two_pipelines(sampler: str, interval:
         timesteps = scheduler.timesteps[: sum(bool(t >= cutoff) for t in scheduler.timesteps)]
         if hasattr(scheduler, "set_begin_index"):
             scheduler.set_begin_index(0)
-        latents, reference_generator = initial_latents(scheduler.init_noise_sigma)
-        expected = denoise_with_diffusers(scheduler, timesteps, latents, reference_generator)
+        latents, reference_generator = schedulers.initial_latents(scheduler.init_noise_sigma)
+        expected = schedulers.denoise_with_diffusers(scheduler, timesteps, latents, reference_generator)
         assert base.timesteps.tolist() == timesteps.tolist(), (steps, frac, spacing)
-        assert_close(after_base, expected)
+        schedulers.assert_close(after_base, expected)
 
         scheduler = diffusers_scheduler(sampler, steps, config)
         pipeline = SimpleNamespace(scheduler=scheduler)
         timesteps, count = StableDiffusionXLImg2ImgPipeline.get_timesteps(pipeline, steps, 0.3, "cpu", frac)
         assert refiner.timesteps.tolist() == timesteps.tolist(), (steps, frac, spacing)
         assert len(refiner) == count == steps - len(base)
-        assert_close(result, denoise_with_diffusers(scheduler, timesteps, expected, reference_generator))
+        schedulers.assert_close(
+            result, schedulers.denoise_with_diffusers(scheduler, timesteps, expected, reference_generator)
+        )
         assert torch.equal(generator.get_state(), reference_generator.get_state())
 
 
@@ -151,10 +137,11 @@ def test_starts_from_an_image_like_diffusers(sampler: str, interval: int) -> Non
             assert schedule.steps == entries(sampler, count)
             expected = diffusers_scheduler(sampler, steps, config).add_noise(image, noise, timesteps[:1])
             start = float(schedule.noising[0, 0]) * image + float(schedule.noising[0, 1]) * noise
-            assert_close(start, expected)
+            schedulers.assert_close(start, expected)
             generator, reference_generator = (torch.Generator().manual_seed(2) for _ in range(2))
             result = denoise(schedule, start, generator, inpainted=kept)
-            assert_close(result, denoise_with_diffusers(scheduler, timesteps, expected, reference_generator, kept))
+            expected = schedulers.denoise_with_diffusers(scheduler, timesteps, expected, reference_generator, kept)
+            schedulers.assert_close(result, expected)
             assert torch.equal(generator.get_state(), reference_generator.get_state())
         assert torch.equal(result[..., :3], image[..., :3])  # the last step keeps the image itself
 
@@ -200,7 +187,7 @@ def test_timesteps_equal_those_of_diffusers_at_all_lengths(sampler: str, interva
 def test_every_field_of_the_noise_schedule_counts(sampler: str, changed: dict[str, Any]) -> None:
     plain = sampler_schedule(sampler, 8, read_noise_schedule(SDXL))
     schedule = sampler_schedule(sampler, 8, read_noise_schedule(SDXL | changed))
-    check_denoises_alike(schedule, diffusers_scheduler(sampler, 8, SDXL | changed))
+    schedulers.check_denoises_alike(schedule, diffusers_scheduler(sampler, 8, SDXL | changed))
     assert not np.array_equal(plain.coefficients, schedule.coefficients)
 
 
@@ -217,7 +204,7 @@ def test_either_part_may_be_empty() -> None:
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_padding_does_not_change_the_latents(sampler: str) -> None:
     part = sampler_schedule(sampler, 6, read_noise_schedule(SDXL))
-    unpadded, padded = (denoise(part, *initial_latents(part.init_sigma), padding) for padding in (0, 9))
+    unpadded, padded = (denoise(part, *schedulers.initial_latents(part.init_sigma), padding) for padding in (0, 9))
     assert torch.equal(padded, unpadded)
 
 
@@ -241,7 +228,7 @@ def test_zero_terminal_snr_denoises_like_diffusers(sampler: str) -> None:
         schedule = sampler_schedule(sampler, steps, read_noise_schedule(config))
         # A step of diffusers' Euler subtracts numbers as large as the first latents.
         tolerance = max(TOLERANCE, 2 * 2**-24 * schedule.init_sigma)
-        check_denoises_alike(schedule, diffusers_scheduler(sampler, steps, config), tolerance)
+        schedulers.check_denoises_alike(schedule, diffusers_scheduler(sampler, steps, config), tolerance)
 
 
 def test_heun_at_zero_terminal_snr() -> None:
@@ -249,7 +236,7 @@ def test_heun_at_zero_terminal_snr() -> None:
     scheduler = diffusers_scheduler("Heun", 8, ZERO_SNR)
     scheduler.alphas_cumprod = diffusers_scheduler("Euler", 8, ZERO_SNR).alphas_cumprod
     scheduler.set_timesteps(8)
-    check_denoises_alike(sampler_schedule("Heun", 8, read_noise_schedule(ZERO_SNR)), scheduler)
+    schedulers.check_denoises_alike(sampler_schedule("Heun", 8, read_noise_schedule(ZERO_SNR)), scheduler)
 
 
 # -- explicit steps ---------------------------------------------------------------------------------------------------
@@ -279,11 +266,11 @@ def test_explicit_steps_denoise_like_diffusers(spaced: dict[str, Any]) -> None:
         scheduler = diffusers_scheduler(sampler, 1, config)
         scheduler.set_timesteps(**{key: list(values) for key, values in spaced.items()})
         schedule = sampler_schedule(sampler, steps, noise_schedule, **spaced)
-        check_denoises_alike(schedule, scheduler, tolerance_of(schedule))
+        schedulers.check_denoises_alike(schedule, scheduler, tolerance_of(schedule))
 
 
 def test_explicit_steps_are_taken_by_the_samplers_of_diffusers_that_take_them() -> None:
-    for sampler, (kind, settings) in DIFFUSERS_SCHEDULERS.items():
+    for sampler, (kind, settings) in schedulers.DIFFUSERS_SCHEDULERS.items():
         accepted = set(inspect.signature(kind.set_timesteps).parameters)  # type: ignore[attr-defined]
         # The class takes timesteps, but not together with Karras sigmas.
         takes = [field in accepted and "use_karras_sigmas" not in settings for field in ("timesteps", "sigmas")]
@@ -320,7 +307,9 @@ def test_refuses_what_a_sampler_cannot_do() -> None:
 
 def test_accepts_public_names_and_class_names() -> None:
     assert [sampler_name(name) for name in SAMPLERS] == list(SAMPLERS)
-    classes = {kind.__name__: name for name, (kind, settings) in DIFFUSERS_SCHEDULERS.items() if not settings}
+    classes = {
+        kind.__name__: name for name, (kind, settings) in schedulers.DIFFUSERS_SCHEDULERS.items() if not settings
+    }
     assert {name: sampler_name(name) for name in classes} == classes
     assert sampler_schedule("DPMSolverMultistepScheduler", 4, read_noise_schedule(SDXL)).sampler == "DPM++ 2M"
 

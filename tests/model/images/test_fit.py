@@ -1,7 +1,6 @@
 """Input images in the requested size have the pixels of diffusers and transformers."""
 
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
@@ -59,20 +58,6 @@ def test_crops_a_narrow_image_without_its_whole(image_size: Size) -> None:
     fitted = fit(pixels, (768, 768), "crop")
     assert max(image_size) / min(image_size) * 768**2 > MAX_INPUT_PIXELS
     assert largest_difference(fitted, resized_by_diffusers(pixels, (768, 768), "crop")) <= 2
-
-
-@pytest.mark.parametrize("image_size", [(1, 16_384), (16_384, 1), (100, 16_384)], ids=str)
-def test_crops_a_narrow_image_from_the_rows_it_reads(image_size: Size, monkeypatch: pytest.MonkeyPatch) -> None:
-    resize, resized = Image.Image.resize, []
-
-    def record(image: Image.Image, *args: Any) -> Image.Image:
-        resized.append(resize(image, *args))
-        return resized[-1]
-
-    monkeypatch.setattr(Image.Image, "resize", record)
-    fit(noise(image_size), (768, 768), "crop")
-    assert len(resized) == 2
-    assert max(image.width * image.height for image in resized) == 768**2
 
 
 @pytest.mark.parametrize(("image_size", "inner"), [((64, 48), (64, 48, 0, 8)), ((31, 64), (31, 64, 17, 0))], ids=str)

@@ -74,13 +74,6 @@ def test_other_text_keeps_its_ids(plain: ClipTokenizer, tokenizer: ClipTokenizer
     assert ids_of(tokenizer, "red <e> blue") == around
 
 
-def test_embeddings_can_be_replaced(tokenizer: ClipTokenizer) -> None:
-    other = tokenizer.with_embeddings({"<new>": (990,)})
-    assert rows_of(other, "<new> easynegative") == [990]
-    assert rows_of(tokenizer, "<new> easynegative") == [960, 961]
-    assert rows_of(other.with_embeddings({}), "<new>") == []
-
-
 @pytest.mark.parametrize("token", ["EasyNegative", "EASYNEGATIVE", "cafe\u0301-style", "<|endoftext|>", "A</w>"])
 def test_refuses_tokens_that_are_known(token: str, tokenizer: ClipTokenizer) -> None:
     assert tokenizer.equal_token(token) is not None
@@ -164,14 +157,3 @@ def test_names_the_texts_of_all_embeddings(tokenizer: ClipTokenizer) -> None:
     text = r"[sky] \[Sky\] a <e>, <E> " + "red " * 75 + "(cat:1.2) <e>"
     assert plain_chunks(tokenizer, text).embeddings == ("[sky]", "<e>", "<E>", "cat")
     assert weighted_chunks(tokenizer, text, 1, "prompt").embeddings == ("[Sky]", "<e>", "<E>", "cat")
-
-
-def test_both_tokenizers_of_a_model_divide_alike() -> None:
-    """The chunks of both text encoders are used side by side."""
-    pair = [
-        ClipTokenizer(*export_tokenizer(MODEL_FOLDER / name)).with_embeddings(EMBEDDINGS)
-        for name in ("tokenizer", "tokenizer_2")
-    ]
-    text = "red " * 70 + "easynegativev2 <e> cat " * 40
-    first, second = (content(weighted_chunks(tokenizer, text, 4, "prompt"), tokenizer) for tokenizer in pair)
-    assert first == second and len(first) == 4

@@ -47,7 +47,7 @@ from tests.support.static_tokens import with_static_tokens
 
 SIDE = 64
 IMAGES = 3  # the most of an adapter with 6 tokens of an image
-CASES = 18
+CASES = 12
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,7 @@ def random_settings(number: int, toy: Loaded) -> GenerationParams:
     """Return a request of each task in turn, with ControlNets, with IP-Adapters, or with both."""
     choose = random.Random(number)
     sampler = SAMPLERS[number % len(SAMPLERS)]
-    uses = ("controls", "image_prompts", "both")[number // 3 % 3]
+    uses = ("controls", "image_prompts", "both", "controls")[number // 3]
     params = params_of(
         toy,
         controls=random_controls(choose) if uses != "image_prompts" else (),
@@ -253,8 +253,6 @@ REFUSED_CONTROLS: list[tuple[list[dict[str, Any]], str]] = [
     ([{"mode": 0}], "controls.0.mode: 0 is not accepted, because edges is not a Union"),
     ([{"name": "union"}], "controls.0.mode: is missing; union is a Union network: give 0 to 2."),
     ([{"name": "union", "mode": 3}], "controls.0.mode: 3 is not accepted; union is a Union network"),
-    ([{"preprocess": "depth"}], '`controls.0.preprocess`: got "depth", expected one of'),
-    ([{"guess_mode": True}], "`controls.0.guess_mode`: is not a known field"),
     ([{}, {}], 'controls.1.name: "edges" is named twice. Name each once.'),
 ]
 REFUSED_PROMPTS: list[tuple[list[dict[str, Any]], str]] = [
@@ -266,7 +264,6 @@ REFUSED_PROMPTS: list[tuple[list[dict[str, Any]], str]] = [
         "ip_adapters.0.images: 5 images are not accepted; plain takes at most 4 in release toy/1.",
     ),
     ([{"scale": 2.5}], "`ip_adapters.0.scale`: got 2.5, expected a number from 0 to 2"),
-    ([{"mask": "AAAA"}], "`ip_adapters.0.mask`: is not a known field"),
     ([{}, {}], 'ip_adapters.1.name: "plain" is named twice. Name each once.'),
 ]
 
@@ -380,7 +377,6 @@ def test_fewer_sizes_limit_only_requests_that_use_them(fewer_sizes: Manifest, to
     assert loaded.served.sizes == toy.served.sizes
     assert loaded.served.ip_adapter_sizes == SizeList(((64, 64),))
     warm_up(loaded)  # at a size that they have
-    warm_up(replace(loaded, served=replace(loaded.served, native_width=256, native_height=256)))
     networks = model.step_networks(UNET, 256, 256)
     assert networks.image_prompted is None and networks.controlled is None and not networks.controlnets
     described = describe(loaded.summary)

@@ -20,14 +20,8 @@ from tests.support.images import largest_difference, pixels
 from tests.support.parity import TOLERANCE, box, image_of, params_of, request_of
 from tests.support.predictions import http_client, predict
 from tests.support.reference import Reference
-from tests.support.repository import MODEL_FOLDER
 
 CASES = 12  # of each kind
-
-
-@pytest.fixture(scope="module")
-def reference() -> Reference:
-    return Reference(MODEL_FOLDER)
 
 
 @pytest.fixture(scope="module")
@@ -75,18 +69,18 @@ def refining_after_a_base_step(params: GenerationParams, strength: float) -> Gen
 
 
 def test_image_to_image_is_that_of_diffusers(
-    client: httpx.Client, loaded: Loaded, photo: Pixels, reference: Reference
+    client: httpx.Client, loaded: Loaded, photo: Pixels, tiny_reference: Reference
 ) -> None:
     for number in range(CASES):
         params = random_settings(number, loaded, photo)
         params = refining_after_a_base_step(params, params.strength)
         image = generate_over_http(client, params)
-        assert largest_difference(image, reference.generate(params)) <= TOLERANCE, params
+        assert largest_difference(image, tiny_reference.generate(params)) <= TOLERANCE, params
         assert largest_difference(image, photo) > TOLERANCE
 
 
 def test_inpainting_is_that_of_diffusers(
-    client: httpx.Client, loaded: Loaded, photo: Pixels, reference: Reference
+    client: httpx.Client, loaded: Loaded, photo: Pixels, tiny_reference: Reference
 ) -> None:
     for number in range(CASES):
         params, choose = random_settings(100 + number, loaded, photo), random.Random(number)
@@ -96,16 +90,16 @@ def test_inpainting_is_that_of_diffusers(
         mask = box(left, top, right, bottom, strength=strength, negative_prompt=params.negative_prompt)
         params = refining_after_a_base_step(replace(params, masks=(mask,)), strength)
         image, inside = generate_over_http(client, params), mask.levels > 0
-        assert largest_difference(image, reference.generate(params)) <= TOLERANCE, params
+        assert largest_difference(image, tiny_reference.generate(params)) <= TOLERANCE, params
         assert largest_difference(image[inside], photo[inside]) > TOLERANCE
 
 
-def test_feathered_mask_repaints_like_diffusers(loaded: Loaded, photo: Pixels, reference: Reference) -> None:
+def test_feathered_mask_repaints_like_diffusers(loaded: Loaded, photo: Pixels, tiny_reference: Reference) -> None:
     """diffusers makes a blurred mask binary for the latents. Levels between would suppress the repainting."""
     hard = box(32, 32, 96, 96)
     soft = replace(hard, levels=np.array(feather(hard.levels, 12)))
     params = params_of(loaded, image=photo, masks=(soft,))
-    parity.check_images(loaded.model, reference, params)
+    parity.check_images(loaded.model, tiny_reference, params)
     images = [image_of(loaded.model, replace(params, masks=(mask,))) for mask in (soft, hard)]
     edge = (slice(36, 92), slice(36, 40))  # inside the mask, where its levels are between
     assert 128 < soft.levels[64, 36] < soft.levels[64, 39] < 255
@@ -115,7 +109,7 @@ def test_feathered_mask_repaints_like_diffusers(loaded: Loaded, photo: Pixels, r
 
 @pytest.mark.parametrize("sampler", ["Euler a", pytest.param("DPM++ 2M", marks=pytest.mark.full)])
 def test_three_masks_are_three_chained_calls(
-    sampler: str, client: httpx.Client, loaded: Loaded, photo: Pixels, reference: Reference
+    sampler: str, client: httpx.Client, loaded: Loaded, photo: Pixels, tiny_reference: Reference
 ) -> None:
     """The second overlaps the first. Each has its own settings."""
     masks = (
@@ -125,7 +119,7 @@ def test_three_masks_are_three_chained_calls(
     )
     params = params_of(loaded, scheduler=sampler, image=photo, masks=masks)
     image = generate_over_http(client, params)
-    assert largest_difference(image, reference.generate(params)) <= TOLERANCE
+    assert largest_difference(image, tiny_reference.generate(params)) <= TOLERANCE
     first_result = photo
     for mask in masks:  # requests of one mask each
         first_result = image_of(loaded.model, replace(params, image=first_result, masks=(mask,)))
@@ -133,7 +127,7 @@ def test_three_masks_are_three_chained_calls(
     parity.check_all_differ(loaded.model, params, replace(params, masks=masks[::-1]))
 
 
-def test_tasks_of_a_batch_do_not_affect_each_other(loaded: Loaded, photo: Pixels, reference: Reference) -> None:
+def test_tasks_of_a_batch_do_not_affect_each_other(loaded: Loaded, photo: Pixels, tiny_reference: Reference) -> None:
     plain = params_of(loaded, seed=3)
     batch = [
         plain,
@@ -141,7 +135,7 @@ def test_tasks_of_a_batch_do_not_affect_each_other(loaded: Loaded, photo: Pixels
         replace(plain, image=photo, masks=(box(10, 10, 70, 90),), scheduler="DPM++ 2M SDE Karras", use_refiner=True),
         replace(plain, image=photo, masks=(box(0, 0, 64, 64), box(64, 64, 128, 128)), guidance_scale=1.0),
     ]
-    parity.check_batch(reference, batch, loaded.model)
+    parity.check_batch(tiny_reference, batch, loaded.model)
 
 
 def test_each_setting_of_an_image_changes_the_result(loaded: Loaded, photo: Pixels) -> None:

@@ -120,14 +120,6 @@ def test_each_construct_has_its_warning() -> None:
         assert message.partition(":")[0] in warning
 
 
-def test_names_an_embedding_that_does_not_fit() -> None:
-    chunks = Chunks([], dropped="<e> red", dropped_tokens=4, uncut="<e>")
-    assert prompt_warnings("prompt", "", "plain", chunks, 77) == [
-        "prompt: the text encoders read 77 tokens; the last 4 were left out: '<e> red'",
-        'prompt: the embedding "<e>" was left out as a whole, because not all of its vectors fit. Write it earlier.',
-    ]
-
-
 def test_names_embeddings_within_words() -> None:
     chunks = Chunks([], inside=(("cat", "cats"), ("a", "ab"), ("c", "cd"), ("e", "ef")))
     warnings = prompt_warnings("prompt", "", "weighted", chunks, 77)

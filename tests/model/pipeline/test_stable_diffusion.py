@@ -238,11 +238,14 @@ def test_image_with_an_adapter_is_that_of_diffusers(
 # -- Folders of mixed models -----------------------------------------------------------------------------------------
 
 
-def with_entries(file: str, **entries: Any) -> Callable[[Path, dict[str, Path]], None]:
+Change = Callable[[Path, dict[str, Path]], None]
+
+
+def with_entries(file: str, **entries: Any) -> Change:
     return lambda folder, _: edit_json(folder / file, **entries)
 
 
-def with_folder(name: str, version: str) -> Callable[[Path, dict[str, Path]], None]:
+def with_folder(name: str, version: str) -> Change:
     """Take a folder of another model."""
 
     def change(folder: Path, others: dict[str, Path]) -> None:
@@ -252,7 +255,7 @@ def with_folder(name: str, version: str) -> Callable[[Path, dict[str, Path]], No
     return change
 
 
-MIXED: list[tuple[Callable[[Path, dict[str, Path]], None], str]] = [
+MIXED: list[tuple[Change, str]] = [
     (with_folder("unet", "SDXL"), "addition_embed_type is 'text_time'"),
     (with_folder("unet", "2.1"), "reads texts of width 48"),
     (with_folder("text_encoder", "2.1"), "encoders together return 48"),
@@ -278,11 +281,7 @@ MIXED: list[tuple[Callable[[Path, dict[str, Path]], None], str]] = [
 
 @pytest.mark.parametrize(("change", "words"), MIXED)
 def test_refuses_a_mixed_folder(
-    change: Callable[[Path, dict[str, Path]], None],
-    words: str,
-    folders: dict[str, Path],
-    target: Target,
-    tmp_path: Path,
+    change: Change, words: str, folders: dict[str, Path], target: Target, tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(folders["1.5"], tmp_path / "mixed"))
     change(folder, folders)
