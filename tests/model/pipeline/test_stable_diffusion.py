@@ -25,10 +25,9 @@ from engine_builder.networks.check import check_model
 from engine_builder.networks.network import load_network
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.denoising.sampler_names import SAMPLERS
-from model.errors import EngineError, RequestRefused
+from model.errors import RequestRefused
 from model.images.postprocess import feather
 from model.loading.adapters import ServedAdapters
-from model.loading.interfaces import check_interfaces
 from model.loading.load import Loaded
 from model.loading.target import Target
 from model.pipeline import spec
@@ -187,13 +186,6 @@ def test_text_encoder_shares_no_engine_with_sdxls(folders: dict[str, Path], targ
     assert networks[0].architecture == networks[1].architecture and networks[0].signature == networks[1].signature
     keys = [engine_key(network, target, dynamic_bucket(network.multiple)) for network in networks]
     assert keys[0] != keys[1]
-
-
-def test_refuses_time_engines_of_sdxl(toy: Loaded, loaded: Loaded) -> None:
-    check_interfaces(toy.model.engines)
-    mixed = toy.model.engines | {spec.UNET_TIME: loaded.model.engines[spec.UNET_TIME]}
-    with pytest.raises(EngineError, match="The unet_time engines cannot be used. They take timestep, text_embeds"):
-        check_interfaces(mixed)
 
 
 @pytest.mark.parametrize(
