@@ -255,8 +255,7 @@ def _mask(rng: random.Random) -> Case:
     size = rng.randint(8, 99), rng.randint(8, 99)
     fields: dict[str, Any] = {"image": text(write(picture(rng, size=size), "PNG"))}
     good = {"image": text(write(picture(rng, "L", size), "PNG"))}
-    kind = rng.choice(["good", "transparent", "other size", "damaged", "animated"])
-    file = {
+    makers: dict[str, Callable[[], bytes]] = {
         "good": lambda: write(picture(rng, rng.choice(["1", "L", "RGB", "P"]), size), "PNG"),
         "transparent": lambda: write(picture(rng, "RGBA", size), rng.choice(["PNG", "WEBP"])),
         "other size": lambda: write(picture(rng, "L", (size[0] + 1, size[1])), "PNG"),
@@ -264,11 +263,11 @@ def _mask(rng: random.Random) -> Case:
         "animated": lambda: write(
             picture(rng, size=size), "WEBP", save_all=True, append_images=[picture(rng, size=size)]
         ),
-    }[kind]()
-    masks, feather = [good] * rng.randint(0, 2), rng.choice([0, 3])
-    if kind == "transparent":  # so dark a mask that a blur may leave nothing to repaint, which is refused
-        feather = 0
-    fields["masks"] = [*masks, {"image": text(file), "feather": feather}]
+    }
+    kind = rng.choice(list(makers))
+    # A transparent one may be so dark that a blur leaves nothing to repaint, which is refused.
+    feather = 0 if kind == "transparent" else rng.choice([0, 3])
+    fields["masks"] = [*[good] * rng.randint(0, 2), {"image": text(makers[kind]()), "feather": feather}]
     accepted = kind in ("good", "transparent")
     field = f"masks.{len(fields['masks']) - 1}.image"
     return Case(f"mask: {kind}", fields, "accepted" if accepted else "refused", field)

@@ -267,11 +267,8 @@ def _spacing(params: GenerationParams) -> dict[str, Any]:
 
 
 def _sizes(params: GenerationParams) -> dict[str, Any]:
-    sizes: dict[str, Any] = {"crops_coords_top_left": params.crop}
-    for name in ("original_size", "target_size"):
-        if getattr(params, name) is not None:
-            sizes[name] = getattr(params, name)
-    return sizes
+    sizes = {"original_size": params.original_size, "target_size": params.target_size}
+    return {"crops_coords_top_left": params.crop} | {name: size for name, size in sizes.items() if size is not None}
 
 
 def _guidance(params: GenerationParams, guided: int, steps: int, kind: Kind, is_sdxl: bool = True) -> dict[str, Any]:

@@ -23,14 +23,9 @@ def write(folder: Path, images: Sequence[Pixels], seed: int = 0) -> Path:
     Only one concept flags images. Its threshold is between the cosines of the images.
     """
     vision = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": _SIDE,
-        "patch_size": 32,
-        "projection_dim": 16,
-    }
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "image_size": _SIDE, "patch_size": 32, "projection_dim": 16,
+    }  # fmt: skip
     text = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     checker = StableDiffusionSafetyChecker(CLIPConfig(projection_dim=16, vision_config=vision, text_config=text))
     save_networks(folder, {"safety_checker": checker}, seed)

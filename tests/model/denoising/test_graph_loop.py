@@ -87,15 +87,12 @@ def test_loop_allocates_exactly_its_buffer_shapes(model: LoadedModel, batches: t
 
 
 class RecordingQueue(StepQueue):
-    """Records the captured steps, and if they may use a workspace. Counts the replays."""
+    """Counts the captured steps and their replays."""
 
-    def __init__(self) -> None:
-        super().__init__(CPU)
-        self.captured: list[tuple[Callable[[], None], bool]] = []
-        self.replays = 0
+    captured = replays = 0
 
     def capture(self, work: Callable[[], None], workspace: bool, name: str) -> Callable[[], None]:
-        self.captured.append((work, workspace))
+        self.captured += 1
 
         def replay() -> None:
             self.replays += 1
@@ -105,25 +102,12 @@ class RecordingQueue(StepQueue):
 
 
 def test_other_settings_need_no_new_capture(model: LoadedModel) -> None:
-    queue = RecordingQueue()
+    queue = RecordingQueue(CPU)
     loop = graph_loop(bucketed(model, 1, 2, 4, guided=(2, 4)), queue)
     for scheduler in SAMPLERS:
         denoise(loop, [make_image(model, scheduler=scheduler, num_inference_steps=5, guidance_scale=3.0)])
     denoise(loop, [make_image(model, timesteps=(900, 500, 1), num_inference_steps=3, guidance_rescale=0.7)])
-    assert len(queue.captured) == 5 and queue.replays == 5 * len(SAMPLERS) + 4 + 3  # Heun has 9 entries
-
-
-def test_calls_of_many_pixels_are_captured_without_a_workspace(model: LoadedModel) -> None:
-    queue, unet = RecordingQueue(), bucketed(model, 1, 2, 4, height=1024, width=1024)
-    GraphLoop(StepNetworks(unet, ["time_embeds"]), 1024, 1024, CPU, queue)
-    calls = []
-    with torch.inference_mode():
-        for work, workspace in queue.captured:
-            before = [len(engine.seen) for engine in stubs(unet)]
-            work()
-            new = [len(engine.seen) - count for engine, count in zip(stubs(unet), before, strict=True)]
-            calls.append((new, workspace))
-    assert calls == [([1, 0, 0], True), ([0, 1, 0], True), ([0, 0, 1], False)]
+    assert queue.captured == 5 and queue.replays == 5 * len(SAMPLERS) + 4 + 3  # Heun has 9 entries
 
 
 class LateQueue(StepQueue, TorchDispatchMode):

@@ -72,22 +72,6 @@ def test_nan_reaches_neither_other_images_nor_the_next_in_a_slot(make_loop: Make
 
 
 @both_loops
-def test_latents_are_copies(make_loop: MakeLoop, model: LoadedModel) -> None:
-    """Those that an image brings, and those that a preview gets."""
-    loop, image = make_loop(bucketed(model, 2)), make_image(model)
-    original = image.latents
-    loop.add(image)
-    with torch.inference_mode():
-        original.zero_()
-        loop.step()
-        assert loop.latents(image).any()
-        loop.latents(image).zero_()
-    assert loop.latents(image).any()
-    loops.run_to_end(loop)
-    assert_latents(image.latents)
-
-
-@both_loops
 def test_each_step_keeps_the_image_outside_of_the_mask(make_loop: MakeLoop, model: LoadedModel) -> None:
     right_half = np.zeros((HEIGHT, WIDTH), np.uint8)
     right_half[:, WIDTH // 2 :] = 255

@@ -86,21 +86,6 @@ def test_removed_image_leaves_the_loop_that_it_is_in(make_loop: MakeLoop, model:
     assert_latents(kept.latents, seed=1)
 
 
-def test_taken_image_goes_on_in_another_loop(model: LoadedModel) -> None:
-    unet = bucketed(model, 1, 2, 4)
-    image = make_image(model, scheduler="DPM++ 2M")
-    texts = image.cond, image.uncond
-    mixed, other = MixedLoop(graph_loop(unet), graph_loop(unet), 1, 1), eager_loop(unet)
-    mixed.add(image)
-    mixed.step()
-    mixed.take(image)
-    assert mixed.images == [] and image.denoised is not None
-    image.cond, image.uncond = texts
-    other.add(image)
-    run_to_end(other)
-    assert_latents(image.latents, scheduler="DPM++ 2M")
-
-
 @pytest.mark.parametrize("failing", ["outer", "inner"])
 def test_all_images_can_be_removed_after_an_error(failing: str, model: LoadedModel) -> None:
     """Also those that finished in the other loop in the same step, or that were between the loops."""

@@ -15,7 +15,7 @@ from PIL import Image
 from engine_builder.local_server.server import Server
 from model.images.encode import encode
 from model.images.metadata import MAX_JPEG_BYTES, read_text
-from tests.support.images import file_of, open_image, pixels
+from tests.support.images import file_of, largest_difference, open_image, pixels
 from tests.support.predictions import SMALL, http_client, post, predict
 
 FORMATS = ("png", "jpeg", "webp")
@@ -37,18 +37,11 @@ def test_request_of_the_metadata_makes_the_image_again(format: str, client: http
     assert stated["request"]["seed"] == made["images"][1]["seed"] and stated["request"]["num_images"] == 1
     assert stated["request"]["prompt"] == request["prompt"] and stated["request"]["scheduler"] == "Euler"
     alone = predict(client, **stated["request"], metadata=True)
+    if format == "png":  # in a batch the sums of an image are rounded differently
+        assert largest_difference(pixels(alone["data"]), pixels(made["images"][1]["data"])) <= 1
     of_alone = json.loads(read_text(open_image(alone["data"])))
     again = predict(client, **of_alone["request"])
     assert of_alone == stated and np.array_equal(pixels(again["data"]), pixels(alone["data"]))
-
-
-def test_request_of_the_metadata_of_a_batch_makes_the_image_within_one_level(client: httpx.Client) -> None:
-    """Alone and in a batch of two the sums of an image are rounded differently."""
-    made = predict(client, **SMALL | {"metadata": True}, num_images=2)["images"][1]["data"]
-    request = json.loads(read_text(open_image(made)))["request"]
-    alone, other = (predict(client, **request | {"seed": request["seed"] + index})["data"] for index in (0, 1))
-    difference, of_other = (np.abs(pixels(image).astype(int) - pixels(made).astype(int)) for image in (alone, other))
-    assert difference.max() <= 1 < of_other.max()
 
 
 @pytest.mark.parametrize("format", FORMATS)

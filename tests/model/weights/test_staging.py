@@ -3,6 +3,7 @@
 On the CPU each copy is complete on return. `LateLane` imitates a device that copies late.
 """
 
+import json
 import math
 import random
 import threading
@@ -17,7 +18,7 @@ from engine_builder.stores.local import WritableLocalStore
 from model.cold_start import ColdStart
 from model.errors import CorruptBlob, StoreError
 from model.loading.load import load_release
-from model.store.manifest import Blob
+from model.store.manifest import Blob, WeightsRecord
 from model.store.sink import Sink
 from model.weights.cache import WeightsCache
 from model.weights.safetensors_header import Extent
@@ -197,13 +198,56 @@ def test_failing_load_stops_streaming(tmp_path: Path) -> None:
     assert len(store.streamed) < len({blob.sha256 for record in manifest.weights for blob in record.blobs})
 
 
+def record(store: WritableLocalStore, *blobs: bytes, component: str = "unet") -> WeightsRecord:
+    entries = tuple(put_blob(store, data) for data in blobs)
+    return WeightsRecord(component=component, precision="fp32", layout="plain", blobs=entries)
+
+
 def test_shared_weights_are_streamed_once(tmp_path: Path) -> None:
     store = RecordingStore(tmp_path / "store")
-    manifest = releases.draft_release(store)
     cache = WeightsCache(store, CPU)
-    one = manifest.weights[0]
-    other = manifest.weights[1].model_copy(update={"blobs": one.blobs})
+    files = [save({name: torch.ones(3)}) for name in "ab"]
+    one, other = (record(store, *files, component=name) for name in ("unet", "refiner_unet"))
     cache.begin([one, other], ColdStart())
     first, second = cache.load(one), cache.load(other)
-    assert all(first[name] is second[name] for name in first)
-    assert sorted(store.streamed) == sorted(blob.sha256 for blob in one.blobs)
+    assert first.keys() == {"a", "b"} and all(first[name] is second[name] for name in first)
+    assert sorted(store.streamed) == sorted(blob.sha256 for blob in one.blobs) and cache.bytes == 24
+
+
+def test_refuses_tensor_in_two_blobs(store: WritableLocalStore) -> None:
+    files = [save({"a": torch.ones(2, 3) * number}) for number in range(2)]
+    with pytest.raises(CorruptBlob, match="weights of unet have a in two blobs.*`preheat build`"):
+        WeightsCache(store, CPU).load(record(store, *files))
+
+
+def header(entries: object, data: bytes = b"") -> bytes:
+    text = json.dumps(entries).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def entry(**changes: object) -> dict[str, object]:
+    return {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]} | changes
+
+
+SOUND = save(make_tensors(1, 3))
+NOT_SAFETENSORS = {
+    "empty": b"",
+    "text": b"this text is not a weights file",
+    "half": SOUND[: len(SOUND) // 2],
+    "cut": SOUND[:-1],
+    "longer": SOUND + b"\0",
+    "a header of 2**63 bytes": (2**63).to_bytes(8, "little") + b"{}",
+    "a header longer than the file": (2**20).to_bytes(8, "little") + b"{}",
+    "past the end": header({"a": entry()}),
+    "shape and size disagree": header({"a": entry(shape=[5])}, bytes(16)),
+    "overlapping": header({"a": entry(), "b": entry(data_offsets=[8, 24])}, bytes(24)),
+    "unknown dtype": header({"a": entry(dtype="F33")}, bytes(16)),
+    "a pickle": b"\x80\x04\x95" + bytes(60),
+}
+
+
+@pytest.mark.parametrize("data", NOT_SAFETENSORS.values(), ids=NOT_SAFETENSORS)
+def test_refuses_invalid_safetensors_file(store: WritableLocalStore, data: bytes) -> None:
+    """Its digest is correct, because it was published like this."""
+    with pytest.raises(CorruptBlob, match="is not a safetensors file.*`preheat build`, `preheat publish`"):
+        WeightsCache(store, CPU).load(record(store, data))
