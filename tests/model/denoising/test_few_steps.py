@@ -12,7 +12,6 @@ import pytest
 import torch
 from diffusers import StableDiffusionXLPipeline
 
-from engine_builder.backends.aot_inductor.compile import dynamic_bucket, engine_key
 from engine_builder.backends.onnx.export import export_graph
 from engine_builder.backends.onnx.graph_store import validate_graph
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
@@ -29,10 +28,9 @@ from model.pipeline import spec
 from model.pipeline.guidance import embed_guidance
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.text_to_image import generate
-from model.store.precision import FP16, FP32
+from model.store.precision import FP16
 from tests.engine_builder.helpers import edit_json
 from tests.support import toy_sdxl
-from tests.support.components import BASE_COMPONENTS
 from tests.support.images import largest_difference
 from tests.support.linear_networks import PLAIN, WIDTHS, Stub, linear_model, stub
 from tests.support.parity import TOLERANCE, check_all_differ, check_images, image_of, load, params_of, publish
@@ -59,9 +57,6 @@ def distilled(distilled_folder: Path, target: Target, tmp_path_factory: pytest.T
     return load(store, "toy-lcm/1")
 
 
-# -- UNets that embed guidance ---------------------------------------------------------------------------------------
-
-
 def test_guidance_is_embedded_as_in_diffusers() -> None:
     embed = StableDiffusionXLPipeline.get_guidance_scale_embedding
     for width, scale in itertools.product((24, 25, 256), (0.0, 0.5, 1.0, 1.7, 7.3, 7.5, 30.0)):
@@ -81,19 +76,6 @@ def test_distilled_model_generates_the_image_of_diffusers(distilled: Loaded, dis
     # Guidance changes the image, so the comparison would notice a wrong one.
     check_all_differ(distilled.model, requests["LCM", 1.0], requests["LCM", 7.5])
     check_all_differ(distilled.model, requests["Euler", 0.0], requests["Euler", 1.0])
-
-
-def test_distilled_model_needs_only_another_time_network(
-    distilled_folder: Path, toy_folder: Path, target: Target
-) -> None:
-    def engine_keys(folder: Path) -> dict[str, str]:
-        networks = [load_network(Checkpoint(folder), name, FP32) for name in BASE_COMPONENTS[2:5]]
-        return {
-            network.component: engine_key(network, target, dynamic_bucket(network.multiple)) for network in networks
-        }
-
-    distilled, plain = engine_keys(distilled_folder), engine_keys(toy_folder)
-    assert {name for name in distilled if distilled[name] != plain[name]} == {spec.UNET_TIME}
 
 
 def test_serves_the_defaults_of_the_model(distilled: Loaded) -> None:
@@ -122,8 +104,6 @@ def test_time_network_with_guidance_exports_to_onnx(distilled_folder: Path) -> N
     network = load_network(Checkpoint(distilled_folder), spec.UNET_TIME, FP16)
     assert validate_graph(network, export_graph(network)) <= 1e-2
 
-
-# -- Turbo and Lightning ---------------------------------------------------------------------------------------------
 
 # The entries of each published model's scheduler_config.json that differ from SDXL's.
 SCHEDULER_CONFIGS: dict[str, dict[str, Any]] = {

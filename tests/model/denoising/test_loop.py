@@ -131,8 +131,6 @@ def test_a_failed_loop_is_empty(model: LoadedModel) -> None:
     assert loop.images == []
 
 
-# -- on the compiled engines ------------------------------------------------------------------------------------------
-
 compiled_requests = st.fixed_dictionaries(
     {
         "prompt": st.sampled_from(["a large red circle", "two green squares on white", "a blue line"]),

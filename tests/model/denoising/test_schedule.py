@@ -216,8 +216,6 @@ def test_shared_schedules_are_read_only() -> None:
             array[0] = 0
 
 
-# -- zero terminal SNR ------------------------------------------------------------------------------------------------
-
 ZERO_SNR = SDXL | {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True}
 
 
@@ -238,8 +236,6 @@ def test_heun_at_zero_terminal_snr() -> None:
     scheduler.set_timesteps(8)
     schedulers.check_denoises_alike(sampler_schedule("Heun", 8, read_noise_schedule(ZERO_SNR)), scheduler)
 
-
-# -- explicit steps ---------------------------------------------------------------------------------------------------
 
 SPACED: list[dict[str, Any]] = [
     {"timesteps": (999, 640, 333, 100, 7)},
@@ -275,9 +271,6 @@ def test_explicit_steps_are_taken_by_the_samplers_of_diffusers_that_take_them() 
         # The class takes timesteps, but not together with Karras sigmas.
         takes = [field in accepted and "use_karras_sigmas" not in settings for field in ("timesteps", "sigmas")]
         assert takes == [sampler in TAKE_TIMESTEPS, sampler in TAKE_SIGMAS], sampler
-
-
-# -- refusals and names -----------------------------------------------------------------------------------------------
 
 
 def refuse(message: str, field: str, sampler: str, steps: int, frac: float | None = None, **options: Any) -> None:

@@ -29,9 +29,6 @@ def square(begin: int = 36, end: int = 60) -> Pixels:
     return mask
 
 
-# -- feather ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("radius", [1, 4, 7.5])
 def test_blurs_a_mask_as_diffusers(radius: float) -> None:
     blurred = feather(square(), radius)
@@ -45,9 +42,6 @@ def test_blends_by_the_mask() -> None:
     image = composite(generated, original, levels)
     expected = np.rint(40 + 160 * levels.astype(float) / 255)
     np.testing.assert_array_equal(image[..., 0], expected)
-
-
-# -- color_match ------------------------------------------------------------------------------------------------------
 
 
 def test_undoes_a_shift_of_the_colours() -> None:
@@ -82,9 +76,6 @@ def test_changes_nothing_without_surroundings() -> None:
         np.testing.assert_array_equal(color_match(noise(0), noise(1), mask), noise(0))
 
 
-# -- all of it --------------------------------------------------------------------------------------------------------
-
-
 def params(**changes: Any) -> GenerationParams:
     masks = tuple(Mask(square(*sides), "a", None, 1.0) for sides in ((10, 20), (50, 60)))
     return replace(PLAIN, width=SIZE, height=SIZE, image=noise(1, 100, 140), masks=masks, **changes)
@@ -112,9 +103,6 @@ def test_matches_colours_before_it_composites_and_enlarges() -> None:
     assert image.shape == (2 * SIZE, 2 * SIZE, 3)
     assert largest_difference(image, upscale(asked.image, 2)) <= 2
     assert largest_difference(finish(asked.image + 20, params(composite=True, upscale=2)), image) > 15
-
-
-# -- upscale ----------------------------------------------------------------------------------------------------------
 
 
 def test_doubles_the_size_by_lanczos() -> None:

@@ -87,9 +87,6 @@ def test_as_many_embeddings_as_rows(plain: ClipTokenizer) -> None:
     assert many.largest_id == FIRST + MAX_EMBEDDING_ROWS - 1 and plain.largest_id == FIRST - 1
 
 
-# -- chunks -----------------------------------------------------------------------------------------------------------
-
-
 def content(chunks: Chunks, tokenizer: ClipTokenizer) -> list[list[int]]:
     """Return the ids of each chunk before its end token and padding. The rest must be as of an empty text."""
     settings, found = tokenizer.settings, []

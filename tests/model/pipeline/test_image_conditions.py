@@ -338,8 +338,6 @@ def test_warm_up_runs_every_network(store: WritableStore, monkeypatch: pytest.Mo
     assert ran == {*loaded.model.engines}
 
 
-# -- networks for fewer sizes -----------------------------------------------------------------------------------------
-
 MOST_PIXELS = {UNET_IP: 64, UNET_CONTROLLED: 128, "controlnet_image.edges": 128}  # by component, of a side
 
 

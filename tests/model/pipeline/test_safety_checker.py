@@ -92,9 +92,6 @@ def request_fields(checked_store: WritableStore) -> dict[str, Any]:
     return request_of(params_of(load(checked_store, "checked/1"), **FIELDS))
 
 
-# -- the arithmetic ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_decides_like_diffusers(seed: int) -> None:
     """For scores near 0, of which some are raised by a special concept."""
@@ -151,9 +148,6 @@ def test_scores_are_those_of_diffusers(
     assert decide(actual["special_scores"], actual["concept_scores"]).tolist() == flagged
 
 
-# -- answers ----------------------------------------------------------------------------------------------------------
-
-
 def test_blanks_flagged_images_and_says_so(
     client: httpx.Client, request_fields: dict[str, Any], flagged: list[bool], plain: list[Pixels]
 ) -> None:
@@ -204,9 +198,6 @@ def test_flag_changes_no_image(checked_store: WritableStore, flagged: list[bool]
     scheduler.close()
     assert result.flagged == flagged and not result.warnings
     np.testing.assert_array_equal([pixels(data) for data in result.images], plain)
-
-
-# -- loading and building ---------------------------------------------------------------------------------------------
 
 
 def test_off_loads_no_checker(checked_store: WritableStore, plain: list[Pixels]) -> None:

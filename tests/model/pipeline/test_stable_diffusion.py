@@ -41,7 +41,6 @@ from tests.support.parity import TOLERANCE, box, check_images, image_of, load, p
 from tests.support.reference import Reference
 from tests.support.repository import MODEL_FOLDER
 
-CASES = 9
 VERSIONS: tuple[toy_sd.Version, ...] = ("1.5", "2.1")
 
 
@@ -63,11 +62,20 @@ def toy(store: WritableStore) -> Loaded:
     return load(store, "toy-sd/1")
 
 
+@pytest.fixture(scope="module", params=VERSIONS)
+def version(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def models(toy: Loaded, folders: dict[str, Path]) -> dict[str, LoadedModel]:
+def model(version: str, toy: Loaded, folders: dict[str, Path]) -> LoadedModel:
     """1.5 with its engines, and 2.1 with the same networks as a build compiles, in eager PyTorch."""
-    _, eager = load_eager_model(Checkpoint(folders["2.1"]), None, FP32, "cpu")
-    return {"1.5": toy.model, "2.1": eager}
+    return toy.model if version == "1.5" else load_eager_model(Checkpoint(folders["2.1"]), None, FP32, "cpu")[1]
+
+
+@pytest.fixture(scope="module")
+def reference(version: str, folders: dict[str, Path]) -> Reference:
+    return Reference(folders[version])
 
 
 def random_settings(seed: int) -> list[dict[str, Any]]:
@@ -91,27 +99,21 @@ def random_settings(seed: int) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_image_is_that_of_diffusers(
-    version: str, toy: Loaded, models: dict[str, LoadedModel], folders: dict[str, Path]
-) -> None:
+def test_image_is_that_of_diffusers(version: str, toy: Loaded, model: LoadedModel, reference: Reference) -> None:
     requests = [params_of(toy, **fields) for fields in random_settings(seed=VERSIONS.index(version))]
-    assert len(requests) == CASES
-    check_images(models[version], Reference(folders[version]), *requests)
+    check_images(model, reference, *requests)
 
 
 MASKED = {"image": picture(0, 128), "masks": (box(40, 24, 110, 90, strength=0.8),)}
 
 
-@pytest.mark.parametrize("version", VERSIONS)
 def test_images_from_an_image_are_those_of_diffusers(
-    version: str, toy: Loaded, models: dict[str, LoadedModel], folders: dict[str, Path]
+    version: str, toy: Loaded, model: LoadedModel, reference: Reference
 ) -> None:
-    reference = Reference(folders[version])
     for sampler in ("Euler", "DDIM") if version == "1.5" else ("Euler a", "DPM++ 2M"):
         masked = params_of(toy, scheduler=sampler, negative_prompt="a green triangle", **MASKED)
         whole = replace(masked, masks=(box(40, 24, 110, 90, strength=1.0),))
-        check_images(models[version], reference, masked, whole, replace(masked, masks=(), strength=0.6))
+        check_images(model, reference, masked, whole, replace(masked, masks=(), strength=0.6))
 
 
 def test_inpainting_unet_paints_like_diffusers(toy: Loaded, tmp_path: Path) -> None:
@@ -127,10 +129,9 @@ def test_inpainting_unet_paints_like_diffusers(toy: Loaded, tmp_path: Path) -> N
         check_images(model, reference, replace(plain, masks=(mask,)))
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_each_setting_changes_the_image(version: str, toy: Loaded, models: dict[str, LoadedModel]) -> None:
+def test_each_setting_changes_the_image(toy: Loaded, model: LoadedModel) -> None:
     """A negative prompt that is missing is encoded like an empty one."""
-    params, model = params_of(toy, negative_prompt="", num_inference_steps=6), models[version]
+    params = params_of(toy, negative_prompt="", num_inference_steps=6)
     changed: list[dict[str, Any]] = [
         {"scheduler": "DPM++ 2M"},
         {"num_inference_steps": 4},
@@ -189,7 +190,7 @@ def test_text_encoder_shares_no_engine_with_sdxls(folders: dict[str, Path], targ
 
 
 @pytest.mark.parametrize(
-    ("version", "component"),
+    ("of_version", "component"),
     [
         ("1.5", spec.TEXT_ENCODER_FINAL),
         pytest.param("1.5", spec.UNET_TIME, marks=pytest.mark.full),
@@ -197,8 +198,8 @@ def test_text_encoder_shares_no_engine_with_sdxls(folders: dict[str, Path], targ
         *(pytest.param("2.1", name, marks=pytest.mark.full) for name in (spec.TEXT_ENCODER_FINAL, spec.UNET_TEXT)),
     ],
 )
-def test_exports_to_onnx(version: str, component: str, folders: dict[str, Path]) -> None:
-    network = load_network(Checkpoint(folders[version]), component, FP16)
+def test_exports_to_onnx(of_version: str, component: str, folders: dict[str, Path]) -> None:
+    network = load_network(Checkpoint(folders[of_version]), component, FP16)
     assert validate_graph(network, export_graph(network)) <= 1e-2
 
 
@@ -225,9 +226,6 @@ def test_image_with_an_adapter_is_that_of_diffusers(
     changed = replace(params, loras=(("adapter", 0.8),))
     check_images(adapted, reference, changed)
     assert largest_difference(image_of(adapted, changed), image_of(adapted, params)) > 5 * TOLERANCE
-
-
-# -- Folders of mixed models -----------------------------------------------------------------------------------------
 
 
 Change = Callable[[Path, dict[str, Path]], None]

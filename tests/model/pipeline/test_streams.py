@@ -123,9 +123,6 @@ def test_every_wait_and_record_is_needed(
         run_stages(runner, [runner.plan(params(1))])
 
 
-# -- graphs ------------------------------------------------------------------------------------------------------------
-
-
 class Graph:
     """A captured graph that counts its replays and does no work."""
 

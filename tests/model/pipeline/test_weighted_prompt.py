@@ -103,9 +103,6 @@ def test_parses_long_prompts() -> None:
         assert "".join(fragment for fragment, _ in parse_weights(text)) == expected
 
 
-# -- the reference ----------------------------------------------------------------------------------------------------
-
-
 class Encoders:
     """The text encoders of a model folder in transformers, with chunks and weights in NumPy."""
 
@@ -211,9 +208,6 @@ def test_image_is_the_same_in_a_batch_of_other_lengths(loaded: Loaded) -> None:
         assert largest_difference(image, image_of(loaded.model, params)) <= 1
 
 
-# -- chunks -----------------------------------------------------------------------------------------------------------
-
-
 def test_number_of_chunks(loaded: Loaded) -> None:
     tokenizer = loaded.model.tokenizers["tokenizer"]
     settings = tokenizer.settings
@@ -235,9 +229,6 @@ def test_warns_of_the_text_that_does_not_fit(loaded: Loaded) -> None:
         f"{name}: the text encoders read 77 tokens" for name in ("prompt", "negative_prompt")
     ]
     assert [text for text in plain if "tokens" not in text][0].startswith("prompt: read as text, not as a weight")
-
-
-# -- fuzz -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
