@@ -107,6 +107,9 @@ def with_webp_size(webp: bytes, width: int, height: int) -> bytes:
     return b"RIFF" + struct.pack("<I", len(body)) + body
 
 
+WITH_SIZE = {"PNG": with_png_size, "JPEG": with_jpeg_size, "WEBP": with_webp_size}
+
+
 def overlapping_exif() -> bytes:
     """Return EXIF whose 40,000 entries all refer to the same 50,000 bytes. Pillow copies those for each entry."""
     entries = b"".join(struct.pack("<HHII", tag, 7, 50_000, 8) for tag in range(1_000, 41_000))
@@ -181,8 +184,7 @@ def _large_header(rng: random.Random) -> Case:
     format, size = rng.choice(FORMATS), rng.choice([(100_000, 100_000), (17_000, 1_000), (2, 40_000), (6_000, 6_000)])
     if format == "JPEG":
         size = (min(size[0], 65_535), min(size[1], 65_535))
-    change = {"PNG": with_png_size, "JPEG": with_jpeg_size, "WEBP": with_webp_size}[format]
-    file = change(write(picture(rng), format), *size)
+    file = WITH_SIZE[format](write(picture(rng), format), *size)
     return Case("large header", {"image": text(file)}, "refused")
 
 
