@@ -19,7 +19,7 @@ from model.loading.load import load_release
 from model.loading.runtimes import find_targets, runtime_cache_folder
 from model.pipeline.loaded_model import LoadedModel, LoopKey
 from model.ranks.group import GroupRanks, leave
-from model.ranks.messages import AddImage, Gather, Leave, MakeLoop, RemoveImage, Start, with_tensors
+from model.ranks.messages import AddImage, Leave, MakeLoop, RemoveImage, Start, with_tensors
 from model.store.store import open_store
 
 
@@ -77,10 +77,6 @@ def _follow(model: LoadedModel, ranks: GroupRanks, connection: Connection) -> No
                 model.loop(*message.key)
             elif isinstance(message, Leave):
                 return
-            elif isinstance(message, Gather):
-                own = torch.zeros(message.tensor.shape, dtype=message.tensor.dtype, device=model.device)
-                for _ in range(message.times):
-                    ranks.gather(own)
             else:
                 finished = model.loop(*message.key).step()
                 images = {name: image for name, image in images.items() if image not in finished}

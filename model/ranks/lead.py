@@ -26,7 +26,6 @@ from model.pipeline.loaded_model import LoadedModel, LoopKey
 from model.ranks.group import GroupRanks, leave
 from model.ranks.messages import (
     AddImage,
-    Gather,
     Join,
     Leave,
     MakeLoop,
@@ -124,14 +123,6 @@ class Followers:
         """Send a tensor to all followers, by a collective."""
         with self.guard():
             self._ranks.broadcast(tensor.contiguous())
-
-    def repeat_gather(self, own: torch.Tensor, times: int) -> None:
-        """Gather tensors like this one of all ranks, `times` times. For a benchmark. May return before the device has
-        finished."""
-        self.send(Gather(TensorShape(tuple(own.shape), own.dtype), times))
-        with self.guard():
-            for _ in range(times):
-                self._ranks.gather(own)
 
     @contextmanager
     def guard(self) -> Iterator[None]:

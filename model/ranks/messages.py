@@ -79,15 +79,7 @@ class Leave:
     """Leave the group and exit the process."""
 
 
-@dataclass(frozen=True)
-class Gather:
-    """Take part in all-gathers of such a tensor. For a benchmark."""
-
-    tensor: TensorShape
-    times: int
-
-
-Message = MakeLoop | AddImage | RemoveImage | Step | Leave | Gather
+Message = MakeLoop | AddImage | RemoveImage | Step | Leave
 
 
 def tensors_of(image: ImageState) -> dict[str, torch.Tensor]:

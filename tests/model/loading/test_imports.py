@@ -26,7 +26,6 @@ HEAVY = (
 # The packages of the server image, and those that they need.
 THIRD_PARTY = {
     "torch", "torchgen", "functorch", "numpy", "tqdm", "typing_extensions",  # torch, and what it imports itself
-    "pynvml",  # for benchmarks, not in a server image; torch imports it if it is installed
     "pydantic", "pydantic_core", "annotated_types", "typing_inspection",
     "tokenizers", "PIL", "prometheus_client",
     "starlette", "anyio", "sniffio", "idna",

@@ -29,7 +29,6 @@ from engine_builder.backends.onnx.graph_store import (
     read_graph,
     validate_graph,
 )
-from engine_builder.backends.onnx.inspect_graphs import inspect_graph
 from engine_builder.backends.onnx.opsets import OLD_OPSET, OPSET
 from engine_builder.building.validate import InaccurateEngine
 from engine_builder.checkpoints.folder import Checkpoint
@@ -48,6 +47,7 @@ from model.pipeline.text_to_image import generate
 from model.store.precision import BF16, FP16, FP32
 from tests.engine_builder.helpers import edit_weights, folder_of
 from tests.support.components import BASE_COMPONENTS, REFINER_COMPONENTS
+from tests.support.inspect_graphs import inspect_graph
 from tests.support.repository import MODEL_FOLDER, REPOSITORY
 from tests.support.tensorrt_rtx import require_tensorrt_rtx
 

@@ -21,7 +21,6 @@ from engine_builder.backends.built import CompileError
 from engine_builder.backends.onnx.engine import OnnxEngine
 from engine_builder.backends.onnx.export import OnnxGraph, export_graph, graph_key
 from engine_builder.backends.onnx.graph_store import BuiltGraph, read_graph, validate_graph
-from engine_builder.backends.onnx.inspect_graphs import inspect_graph
 from engine_builder.backends.onnx.opsets import OLD_OPSET
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.commands.main import app
@@ -32,6 +31,7 @@ from engine_builder.quantization.policy import Policy
 from engine_builder.quantization.quantize import quantize_layers
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.store.precision import FP16
+from tests.support.inspect_graphs import inspect_graph
 from tests.support.repository import MODEL_FOLDER
 
 KEPT = ["*.proj_in", "*.ff.*"]

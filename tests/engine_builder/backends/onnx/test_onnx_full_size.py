@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from engine_builder.backends.onnx.export import export_graph, read_literals
-from engine_builder.backends.onnx.inspect_graphs import inspect_graph
 from engine_builder.backends.onnx.opsets import OLD_OPSET, OPSET
 from engine_builder.checkpoints import random_models
 from engine_builder.checkpoints.folder import Checkpoint
@@ -25,6 +24,7 @@ from model.engines.tensorrt.libraries import TENSORRT_RTX, installed_version
 from model.pipeline.spec import REFINER_TEXT_ENCODER_2, TEXT_ENCODER, TEXT_ENCODER_2, UNET, VAE_DECODER
 from model.store.precision import FP16
 from tests.support.components import BASE_COMPONENTS, REFINER_COMPONENTS
+from tests.support.inspect_graphs import inspect_graph
 
 pytestmark = pytest.mark.skipif(
     not os.environ.get("PREHEAT_SLOW"),

@@ -1,6 +1,4 @@
-"""Count the nodes of ONNX graphs, the layers of TensorRT-RTX's network, and the kernels of its plan.
-
-`python -m engine_builder.backends.onnx.inspect_graphs GRAPH.onnx... [--pixels 1024] [--capability sm89]`
+"""Count the layers of TensorRT-RTX's network of an ONNX graph, and the kernels of its plan.
 
 Needs neither a GPU nor weights: they are replaced by a sparse file of zeros, and scales by 1. Graphs of
 `preheat export-onnx` and stored graphs are read. A plan is built for one compute capability, by default the A10G's. Its
@@ -8,11 +6,9 @@ kernels are counted in the description of its operations, and so are the weights
 once). TensorRT-RTX does not document that description; 1.7.1 has one line for each operation and for each tensor.
 """
 
-import argparse
 import os
 import re
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +18,7 @@ import onnx
 from onnx import TensorProto
 
 from model.engines.shapes import shape_at
-from model.engines.tensorrt.libraries import TENSORRT_RTX, import_library, installed_version
+from model.engines.tensorrt.libraries import TENSORRT_RTX, import_library
 
 _PAGE = 4096  # bytes
 _BATCH = 2
@@ -37,7 +33,6 @@ class Inspection:
     layers: int
     kernels: int | None
     weights_in_8_bits: int | None
-    build_seconds: float | None
 
 
 def inspect_graph(
@@ -58,14 +53,12 @@ def inspect_graph(
             raise ValueError(f"TensorRT-RTX cannot read {graph}: {parser.get_error(0).desc()}")
         layers = int(network.num_layers)
         if pixels is None:
-            return Inspection(layers, None, None, None)
-        started = time.perf_counter()
+            return Inspection(layers, None, None)
         plan = builder.build_serialized_network(network, _make_config(trt, builder, graph, pixels, capability))
-        seconds = time.perf_counter() - started
     if plan is None:
         raise ValueError(f"TensorRT-RTX cannot build {graph}.")
     executed, _, _ = bytes(plan).partition(b"\n  add={")  # after it, the parts of fused products are defined
-    return Inspection(layers, len(_KERNEL.findall(executed)), len(_WEIGHT_IN_8_BITS.findall(executed)), seconds)
+    return Inspection(layers, len(_KERNEL.findall(executed)), len(_WEIGHT_IN_8_BITS.findall(executed)))
 
 
 def _make_config(trt: Any, builder: Any, graph: Path, pixels: int, capability: str) -> Any:
@@ -101,28 +94,3 @@ def write_with_zeros(graph: Path, folder: Path) -> Path:
     copy = folder / graph.name
     copy.write_bytes(model.SerializeToString())
     return copy
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("graphs", type=Path, nargs="+")
-    parser.add_argument("--pixels", type=int, help="also build plans for images of this width and height")
-    parser.add_argument("--capability", default="sm86", help="compute capability of the plans; FP8 needs sm89")
-    arguments = parser.parse_args()
-    if installed_version(TENSORRT_RTX) is None:
-        parser.error("TensorRT-RTX is not installed: pip install -e '.[tensorrt-rtx]'")
-    print(f"{'graph':34} {'opset':>5} {'nodes':>7} {'layers':>7} {'kernels':>7} {'8-bit':>7} {'build s':>7}")
-    for path in arguments.graphs:
-        model = onnx.load(path, load_external_data=False)
-        found = inspect_graph(path, arguments.pixels, arguments.capability)
-        built = (
-            ""
-            if found.kernels is None
-            else f" {found.kernels:7,} {found.weights_in_8_bits:7,} {found.build_seconds:7.1f}"
-        )
-        nodes = len(model.graph.node)
-        print(f"{path.name:34} {model.opset_import[0].version:5} {nodes:7,} {found.layers:7,}{built}", flush=True)
-
-
-if __name__ == "__main__":
-    main()
