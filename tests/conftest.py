@@ -42,7 +42,11 @@ from tests.support import object_store as ceph
 from tests.support.faulty_proxy import FaultyProxy
 from tests.support.object_store import ObjectStore
 from tests.support.repository import MODEL_FOLDER, REPOSITORY
-from tests.support.skipped_tests import pytest_addoption, pytest_terminal_summary  # noqa: F401  hooks of pytest
+from tests.support.selection import (  # noqa: F401  hooks of pytest
+    pytest_addoption,
+    pytest_collection_modifyitems,
+    pytest_terminal_summary,
+)
 from tests.support.uncompiled import builds_without_compiling, open_uncompiled_engines, publish_uncompiled
 
 DEMO_STORE = REPOSITORY / ".preheat" / "store"

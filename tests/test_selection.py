@@ -1,4 +1,4 @@
-"""`make test` keeps the names of the tests that it skipped, and `make test-skipped` runs exactly these."""
+"""`make test-skipped` runs exactly the tests that `make test` skipped, and the parts of `make full` are all of it."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.support.repository import REPOSITORY
 
 MODULES = {
-    "conftest": "from tests.support.skipped_tests import pytest_addoption, pytest_terminal_summary\n",
+    "conftest": "from tests.support.selection import *\n",
     "test_tool": """
 import pathlib, pytest
 @pytest.fixture
@@ -46,3 +46,10 @@ def test_no_skipped_test_leaves_an_empty_file(tmp_path: Path) -> None:
         (tmp_path / f"{name}.py").write_text(MODULES[name])
     assert run_pytest(tmp_path, "--write-skipped=skipped.txt") == {"passed": 1}
     assert (tmp_path / "skipped.txt").read_bytes() == b""
+
+
+def test_each_test_is_in_one_part(tmp_path: Path) -> None:
+    for name in ("conftest", "test_plain"):
+        (tmp_path / f"{name}.py").write_text(MODULES[name])
+    (tmp_path / "test_full.py").write_text("def test_one(): pass\ndef test_two(): pass\n")
+    assert [run_pytest(tmp_path, "--part", f"{part}/2") for part in (1, 2)] == [{"passed": 2}, {"passed": 1}]
