@@ -1,6 +1,6 @@
-"""The promises of the README, and the tests that fail when one of them is broken.
+"""The promises of the README, of docs/trust.md and of docs/requests.md, and the tests that fail when one is broken.
 
-`tests/test_promises.py` compares the promises with the README, and looks for the tests.
+`tests/test_promises.py` compares the promises with these pages, and looks for the tests.
 """
 
 Tests = dict[str, tuple[str, ...]]
@@ -24,7 +24,7 @@ CAPABILITIES: Tests = {
     "image to image": (
         "tests/model/pipeline/test_image_parity.py::test_image_to_image_is_that_of_diffusers",
         "tests/model/api/test_image_request.py::test_refuses_what_does_not_fit_together",
-        "tests/model/scheduling/test_images.py::test_encoding_does_not_hold_up_running_images",
+        "tests/model/scheduling/test_results.py::test_encoding_does_not_hold_up_running_images",
     ),
     "inpainting": (
         "tests/model/pipeline/test_image_parity.py::test_inpainting_is_that_of_diffusers",
@@ -33,14 +33,14 @@ CAPABILITIES: Tests = {
         "tests/engine_builder/building/test_inpainting_unet.py::test_image_is_that_of_diffusers",
     ),
     "ControlNet": (
-        "tests/model/pipeline/test_controlnets.py::test_images_are_those_of_diffusers",
-        "tests/model/pipeline/test_controlnets.py::test_requests_with_and_without_control_share_a_batch",
+        "tests/model/pipeline/test_image_conditions.py::test_images_are_those_of_diffusers",
+        "tests/model/pipeline/test_image_conditions.py::test_requests_with_and_without_conditions_share_a_batch",
         "tests/engine_builder/checkpoints/test_controlnets.py::test_refuses_a_folder_that_does_not_fit",
         "tests/model/images/test_canny.py::test_equals_opencv",
     ),
     "IP-Adapter": (
-        "tests/model/pipeline/test_ip_adapters.py::test_images_are_those_of_diffusers",
-        "tests/model/pipeline/test_ip_adapters.py::test_requests_with_and_without_image_prompts_share_a_batch",
+        "tests/model/pipeline/test_image_conditions.py::test_images_are_those_of_diffusers",
+        "tests/model/pipeline/test_image_conditions.py::test_requests_with_and_without_conditions_share_a_batch",
         "tests/model/images/test_fit.py::test_a_reference_image_is_the_square_of_clip",
         "tests/engine_builder/checkpoints/test_ip_adapters.py::test_refuses_files_that_do_not_fit",
     ),
@@ -116,11 +116,11 @@ CAPABILITIES: Tests = {
     ),
     "several GPUs for each image": (
         "tests/model/ranks/test_division.py::test_ranks_compute_the_latents_of_one_loop",
-        "tests/model/ranks/test_followers.py::test_two_ranks_make_the_pictures_of_one",
-        "tests/model/ranks/test_rank_failures.py::test_the_end_of_a_rank_is_answered",
-        "tests/model/ranks/test_server.py::test_a_server_divides_its_batches_and_ends_with_a_rank",
-        "tests/model/ranks/test_bands.py::test_two_bands_make_the_picture_of_one",
-        "tests/model/ranks/test_band_groups.py::test_four_ranks_divide_the_halves_of_guidance_and_their_rows",
+        "tests/model/ranks/test_ranks.py::test_two_ranks_make_the_pictures_of_one",
+        "tests/model/ranks/test_ranks.py::test_the_end_of_a_rank_is_answered",
+        "tests/model/ranks/test_ranks.py::test_a_server_divides_its_batches_and_ends_with_a_rank",
+        "tests/model/ranks/test_ranks.py::test_two_bands_make_the_picture_of_one",
+        "tests/model/ranks/test_ranks.py::test_four_ranks_divide_the_halves_of_guidance_and_their_rows",
     ),
     "trust": (
         "tests/model/store/test_signature.py::test_server_with_key_loads_only_signed_releases",
@@ -168,7 +168,7 @@ CAPABILITIES: Tests = {
         "tests/engine_builder/networks/test_int8.py::test_product_equals_integers_of_numpy",
     ),
     "TensorRT and ONNX": (
-        "tests/engine_builder/backends/onnx/test_onnx_export.py::test_toy_in_fp16_equals_eager_pytorch",
+        "tests/engine_builder/backends/onnx/test_onnx_export.py::test_equals_eager_pytorch_at_three_shapes",
         "tests/engine_builder/backends/onnx/test_onnx_export.py::test_pipeline_generates_aot_inductors_image",
         "tests/engine_builder/backends/tensorrt/test_tensorrt_pipeline.py::test_plans_generate_aot_inductors_image",
         "tests/engine_builder/backends/tensorrt/test_tensorrt_rtx.py::test_builds_each_component_for_one_gpu_and_for_three",
@@ -208,10 +208,105 @@ CHECKS: Tests = {
     "Attacks": (
         "tests/attacks/test_thousand_mutations.py::test_a_thousand_mutated_manifests",
         "tests/attacks/test_thousand_mutations.py::test_a_thousand_changed_blobs_in_a_folder",
-        "tests/attacks/test_thousand_mutations.py::test_a_thousand_changed_blobs_in_a_bucket",
+        "tests/attacks/test_blobs.py::test_refuses_changed_blob_in_a_bucket",
         "tests/load/test_fuzz_images.py::test_every_image_is_decoded_or_refused",
         "tests/load/test_fuzz_images.py::test_memory_is_bounded",
         "tests/preheat/commands/test_commands_fuzz.py::test_no_generated_command_line_ends_in_a_traceback",
     ),
 }
 """By the first two words of each point of "What is checked"."""
+
+TRUST: Tests = {
+    "the checkpoint's files": (
+        "tests/engine_builder/checkpoints/test_model_check.py::test_refuses_before_weights_are_read",
+        "tests/engine_builder/checkpoints/test_model_check.py::test_refuses_what_is_not_a_regular_file",
+        "tests/engine_builder/checkpoints/test_single_file.py::test_pickled_checkpoint_is_refused_unopened",
+    ),
+    "each network, the tokenizers and an image": CHECKS["Every model"],
+    "every engine against eager PyTorch": CHECKS["Every engine"],
+    "each manifest": (
+        "tests/engine_builder/releases/test_publish.py::test_drafts_of_two_targets_become_one_release",
+        "tests/model/store/test_manifest.py::test_written_manifest_is_read_again",
+    ),
+    "the manifest against its schema": (
+        "tests/model/store/test_manifest.py::test_refuses_every_unknown_key",
+        "tests/model/store/test_manifest.py::test_refuses_bad_values",
+        "tests/model/store/test_signature.py::test_refuses_unsigned_release_and_another_key",
+    ),
+    "every blob": CHECKS["Every blob"],
+    "names and paths of a manifest": (
+        "tests/attacks/test_manifests.py::test_refuses_unsafe_entries",
+        "tests/attacks/test_blob_contents.py::test_refuses_entry_outside_the_folder",
+    ),
+    "weights": (
+        "tests/attacks/test_blob_contents.py::test_refuses_invalid_weights",
+        "tests/attacks/test_blob_contents.py::test_unpickles_nothing",
+    ),
+    "memory needed": (
+        "tests/model/loading/test_load_release.py::test_refuses_weights_beyond_the_memory_of_a_gpu",
+        "tests/model/loading/test_load_release.py::test_refuses_weights_beyond_the_memory_of_a_cpu",
+    ),
+    "types, ranges": (
+        "tests/model/api/test_request.py::test_refusal_has_field_value_and_what_is_accepted",
+        "tests/model/api/test_request.py::test_refuses_a_size_that_is_not_served",
+    ),
+    "each image for NaN": (
+        "tests/model/api/test_service.py::test_broken_image_is_an_error_with_its_seed",
+        "tests/model/images/test_image.py::test_one_nan_or_infinite_value_breaks_an_image",
+    ),
+}
+"""By the beginning of the column "what" in docs/trust.md, "What is checked"."""
+
+REQUESTS: Tests = {
+    "Fields": (
+        "tests/model/api/test_request.py::test_accepts_the_limits_of_every_field",
+        "tests/model/api/test_request.py::test_schema_describes_every_field",
+        "tests/model/api/test_request.py::test_null_is_the_default_of_every_field",
+        "tests/model/api/test_request.py::test_refusal_has_field_value_and_what_is_accepted",
+        "tests/model/pipeline/test_pipeline_parity.py::test_each_setting_changes_the_image",
+    ),
+    "Input images": (
+        "tests/model/images/test_inputs.py::test_decodes_what_pillow_decodes",
+        "tests/model/images/test_inputs.py::test_turns_images_upright",
+        "tests/model/images/test_inputs.py::test_refuses_sizes_by_their_header",
+        "tests/model/images/test_fit.py::test_resizes_as_diffusers",
+        "tests/model/images/test_postprocess.py::test_matches_the_ring_and_not_the_whole_image",
+        "tests/model/api/test_image_serving.py::test_composite_keeps_the_pixels_outside_the_masks",
+    ),
+    "Metadata in files": CAPABILITIES["metadata in files"],
+    "Weighted prompts": CAPABILITIES["long and weighted prompts"]
+    + (
+        "tests/model/pipeline/test_weighted_prompt.py::test_grammar",
+        "tests/model/pipeline/test_weighted_prompt.py::test_refuses_a_weight_by_value",
+    ),
+    "Other prompt syntaxes": (
+        "tests/model/pipeline/test_prompt_warnings.py::test_names_constructs_without_a_meaning",
+        "tests/model/pipeline/test_prompt_warnings.py::test_ordinary_text_has_no_warning",
+    ),
+    "Conditioning": CAPABILITIES["conditioning of SDXL"],
+    "Samplers": (
+        "tests/model/denoising/test_schedule.py::test_explicit_steps_denoise_like_diffusers",
+        "tests/model/pipeline/test_pipeline_parity.py::test_image_is_that_of_diffusers",
+    ),
+    "Response": (
+        "tests/model/api/test_serving.py::test_returns_the_image_of_generate",
+        "tests/model/api/test_serving.py::test_returned_seed_gives_the_same_image",
+        "tests/model/api/test_service.py::test_request_id_is_in_response_and_log",
+    ),
+    "Streams": (
+        "tests/model/api/test_service.py::test_stream_has_every_step_and_ends_with_the_images",
+        "tests/model/api/test_service.py::test_waiting_stream_has_heartbeats",
+        "tests/model/workers/test_pool.py::test_steps_never_go_back_when_a_request_moves",
+    ),
+    "Status codes": (
+        "tests/model/api/test_request.py::test_any_json_is_accepted_or_refused_in_sentences",
+        "tests/model/api/test_body_limit.py::test_limits_the_size_of_a_body",
+        "tests/model/api/test_body_limit.py::test_ends_a_body_that_does_not_arrive",
+        "tests/model/api/test_service.py::test_refuses_requests_beyond_the_queue",
+        "tests/model/api/test_service.py::test_deadline_ends_requests_and_streams",
+        "tests/model/api/test_service.py::test_client_that_leaves_ends_its_request",
+        "tests/model/api/test_service.py::test_overflowing_request_is_no_fault_of_the_server",
+        "tests/model/api/test_service.py::test_terminated_server_answers_accepted_requests",
+    ),
+}
+"""By the sections of docs/requests.md."""
