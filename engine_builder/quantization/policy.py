@@ -52,7 +52,7 @@ class Policy(TomlSettings):
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read a policy file. Raises BadPolicy."""
-        return cls.read_as(path, "policy", BadPolicy)
+        return cls.read_as(path, "is not a policy", BadPolicy)
 
     def select(self, layers: Iterable[str]) -> list[str]:
         """Return the linears that are quantized."""

@@ -47,7 +47,7 @@ class Thresholds(TomlSettings):
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read a file of thresholds. Raises BadThresholds."""
-        return cls.read_as(path, "file of thresholds", BadThresholds)
+        return cls.read_as(path, "is not a file of thresholds", BadThresholds)
 
 
 def violations(report: ValidationReport, thresholds: Thresholds) -> list[str]:
