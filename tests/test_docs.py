@@ -17,10 +17,8 @@ from urllib.parse import urlsplit
 
 import click
 import pytest
-import typer.main
 import yaml
 
-from engine_builder.commands.main import app
 from engine_builder.docs_pages import request_reference
 from model.api.body_limit import MAX_BODY_BYTES, MAX_TOTAL_BODY_BYTES
 from model.api.body_scan import MAX_TEXT_BYTES
@@ -31,6 +29,7 @@ from model.images.inputs import MAX_FILE_BYTES, MAX_INPUT_PIXELS, MAX_INPUT_SIDE
 from model.images.postprocess import RING_WIDTH
 from model.settings import Limits, Settings
 from model.validation import MAX_PROMPT_WEIGHT
+from tests.support.commands import command_tree
 from tests.support.metrics import declared_metrics
 from tests.support.repository import REPOSITORY
 
@@ -84,7 +83,7 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 def resolve_command(words: list[str]) -> tuple[Any, list[str]]:
     """Return the command that the first words name, and the other words. `preheat bench RELEASE` is `bench latency`."""
-    command: Any = typer.main.get_command(app)
+    command = command_tree()
     while hasattr(command, "commands"):
         if command.name == "bench" and words[:1] != ["-h"] and not (words and words[0] in command.commands):
             words = ["latency", *words]

@@ -46,7 +46,7 @@ class _LatencyByDefault(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-bench_app = typer.Typer(
+bench = typer.Typer(
     name="bench",
     cls=_LatencyByDefault,
     no_args_is_help=True,
@@ -57,7 +57,7 @@ RunsOption = Annotated[int, typer.Option(min=1, help="Number of counted runs.")]
 OutOption = Annotated[Path | None, typer.Option(help="Append the rows to this JSON file.")]
 
 
-@bench_app.command()
+@bench.command()
 def latency(
     release: ReleaseArgument,
     store: StoreOption = DEFAULT_STORE,
@@ -113,7 +113,7 @@ def latency(
     finish(rows, out)
 
 
-@bench_app.command(name="multi-gpu")
+@bench.command(name="multi-gpu")
 def multi_gpu(
     release: ReleaseArgument,
     store: StoreOption = DEFAULT_STORE,
@@ -144,7 +144,7 @@ def multi_gpu(
     finish(rows, out)
 
 
-@bench_app.command(name="cold-start")
+@bench.command(name="cold-start")
 def cold_start(
     release: ReleaseArgument,
     store: StoreOption = DEFAULT_STORE,

@@ -11,13 +11,23 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
+import typer
+
+from engine_builder.commands.main import app
 from tests.support.odd_files import base64_text
 from tests.support.repository import REPOSITORY
 
 WORKER_TIMEOUT_SECONDS = 1800  # for all commands of one worker, which also limits each command
 CLOSED_PORT_URL = "http://127.0.0.1:9"  # nothing listens on port 9, so connections are refused at once
+
+
+def command_tree() -> Any:
+    """Return the group of all `preheat` commands. `commands` of a group are those with their options."""
+    group: Any = typer.main.get_command(app)
+    group.commands = {name: group.get_command(None, name) for name in group.list_commands(None)}
+    return group
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from engine_builder.commands.main import PROGRAM, app
@@ -19,7 +18,7 @@ from engine_builder.files import write_file
 from model.api.request import ControlRequest, GenerationRequest, IpAdapterRequest, LoraRequest, MaskRequest
 from tests.model.store.processes import finish, own_mounts, python
 from tests.support import commands, odd_files
-from tests.support.commands import Invocation
+from tests.support.commands import Invocation, command_tree
 from tests.support.http_server import HttpServer, QuietHandler
 
 PNG = base64.b64encode(b"\x89PNG\r\n\x1a\n").decode()
@@ -182,7 +181,7 @@ def test_commands_refuse_before_they_do_anything(sandbox: Path, server: Counting
 
 def option_names(*words: str) -> set[str]:
     """Return the names of all options and arguments of a command."""
-    command: Any = typer.main.get_command(app)
+    command = command_tree()
     for word in words:
         command = command.commands[word]
     return {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
@@ -392,3 +391,21 @@ main.main()
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     ran = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
     assert (ran.returncode, ran.stdout) == (3, "the rows\n")
+
+
+def test_list_of_commands_needs_neither_torch_nor_a_server() -> None:
+    script = """
+import sys
+from engine_builder.commands.main import app
+try:
+    app(sys.argv[1:], prog_name="preheat")
+except SystemExit:
+    print({"torch", "numpy", "truss", "httpx", "boto3"} & set(sys.modules))
+"""
+    for arguments, words in (
+        (["--help"], "export-onnx"),
+        (["--version"], "preheat 0"),
+        (["serv"], "Did you mean 'serve'"),
+    ):
+        ran = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60)
+        assert words in ran.stdout + ran.stderr and ran.stdout.endswith("set()\n"), ran.stdout + ran.stderr

@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
-from engine_builder.commands.main import app
 from tests.support import commands, odd_files
-from tests.support.commands import Invocation
+from tests.support.commands import Invocation, command_tree
 from tests.support.odd_files import NAMES, NUMBERS, SIZES, TEXTS, URLS, OddFiles
 
 SEED = 20
@@ -107,7 +105,7 @@ SKIPPED = {"--help", "--grpc", "playground --store"}
 
 def every_command() -> Iterator[tuple[str, Any]]:
     """Yield the name and the parameters of every command."""
-    group: Any = typer.main.get_command(app)
+    group = command_tree()
     for name, command in group.commands.items():
         if hasattr(command, "commands"):
             yield from ((f"{name} {own}", each.params) for own, each in command.commands.items())
