@@ -110,7 +110,7 @@ def test_random_sd_writes_a_folder_that_passes_the_check(tmp_path: Path) -> None
         "vae": random_models.SD_CONFIGS["vae"] | {"block_out_channels": (32, 32, 32, 32)},
         "text_encoder": random_models.SD_CONFIGS["text_encoder"] | NARROW_TEXT,
     }
-    random_models.write_sd(tmp_path / "sd", MODEL_FOLDER / "tokenizer", configs=configs)
+    random_models.write_sd(tmp_path / "sd", MODEL_FOLDER, configs=configs)
     folder = Checkpoint(tmp_path / "sd")
     check_model(folder, None)
     assert (folder.family, read_model_facts(folder, None).native_width) == ("sd", 512)

@@ -97,7 +97,7 @@ def with_png_size(png: bytes, width: int, height: int) -> bytes:
 
 
 def with_jpeg_size(jpeg: bytes, width: int, height: int) -> bytes:
-    at = jpeg.index(b"\xff\xc0")
+    at = jpeg.index(b"\xff\xc2" if b"\xff\xc2" in jpeg else b"\xff\xc0")  # progressive or baseline
     return jpeg[: at + 5] + struct.pack(">HH", height, width) + jpeg[at + 9 :]
 
 

@@ -16,7 +16,7 @@ from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 PICTURES = os.environ.get("PREHEAT_SCREENSHOTS", "")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     chromium = shutil.which("chromium")
     if chromium is None:
