@@ -28,7 +28,6 @@ from engine_builder.backends.built import ReportProgress
 from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan
 from engine_builder.checkpoints.folder import Checkpoint
-from engine_builder.local_server.server import Layout, Server, build_context, lay_out
 from engine_builder.releases.publish import publish
 from engine_builder.stores.s3 import WritableS3Store
 from engine_builder.stores.store import WritableStore, open_writable_store
@@ -37,6 +36,7 @@ from model.loading.load import Loaded, load_release
 from model.loading.target import Target, detect_targets
 from model.store.options import StoreOptions
 from model.store.precision import FP32
+from preheat.local_server.server import Layout, Server, build_context, lay_out
 from tests.support import controlnets, toy_sdxl
 from tests.support import object_store as ceph
 from tests.support.faulty_proxy import FaultyProxy

@@ -154,7 +154,7 @@ CAPABILITIES: Tests = {
     "operations": (
         "tests/truss/test_dashboard.py::test_shows_every_metric",
         "tests/model/api/test_service.py::test_metrics_count_a_request",
-        "tests/engine_builder/replicas/test_replicas.py::test_recommends_the_cheapest_sufficient_setting",
+        "tests/preheat/replicas/test_replicas.py::test_recommends_the_cheapest_sufficient_setting",
     ),
     "FP8": (
         "tests/engine_builder/quantization/test_calibration.py::test_calibrates_once",

@@ -19,7 +19,6 @@ import click
 import pytest
 import yaml
 
-from engine_builder.docs_pages import request_reference
 from model.api.body_limit import MAX_BODY_BYTES, MAX_TOTAL_BODY_BYTES
 from model.api.body_scan import MAX_TEXT_BYTES
 from model.api.fair_queue import MAX_WAITING
@@ -29,9 +28,10 @@ from model.images.inputs import MAX_FILE_BYTES, MAX_INPUT_PIXELS, MAX_INPUT_SIDE
 from model.images.postprocess import RING_WIDTH
 from model.settings import Limits, Settings
 from model.validation import MAX_PROMPT_WEIGHT
+from preheat.docs_pages import request_reference
 from tests.support.commands import command_tree
 from tests.support.metrics import declared_metrics
-from tests.support.repository import REPOSITORY
+from tests.support.repository import PACKAGES, REPOSITORY
 
 DOCS = REPOSITORY / "docs"
 ROOT_PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"]
@@ -128,7 +128,7 @@ def test_named_commands_have_their_options() -> None:
 def test_request_reference_is_current() -> None:
     text = request_reference.PAGE.read_text()
     assert text == request_reference.page(text), (
-        "docs/requests.md differs from the schema. Run `python -m engine_builder.docs_pages.request_reference`."
+        "docs/requests.md differs from the schema. Run `python -m preheat.docs_pages.request_reference`."
     )
     assert text.count("<!-- table: ") == text.count("<!-- end -->") == 10
 
@@ -231,8 +231,8 @@ def test_every_config_key_is_explained() -> None:
 
 @cache
 def code_nodes() -> list[ast.AST]:
-    """Return all syntax nodes of model/ and engine_builder/."""
-    paths = [path for folder in ("model", "engine_builder") for path in sorted((REPOSITORY / folder).rglob("*.py"))]
+    """Return all syntax nodes of the packages."""
+    paths = [path for package in PACKAGES for path in sorted((REPOSITORY / package).rglob("*.py"))]
     return [node for path in paths for node in ast.walk(ast.parse(path.read_text()))]
 
 
@@ -325,7 +325,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_strict_build_refuses_dead_links(tmp_path: Path) -> None:
-    (tmp_path / "engine_builder").symlink_to(REPOSITORY / "engine_builder")
+    (tmp_path / "preheat").symlink_to(REPOSITORY / "preheat")
     (tmp_path / "mkdocs.yml").write_text((REPOSITORY / "mkdocs.yml").read_text())
     shutil.copytree(DOCS, tmp_path / "docs")
     page = tmp_path / "docs" / "trust.md"

@@ -1,4 +1,4 @@
-"""The layout of model/ and engine_builder/: the order of their folders, and what runs before torch is imported."""
+"""The order of folders, and what runs before torch is imported."""
 
 import ast
 import subprocess
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.repository import REPOSITORY
+from tests.support.repository import PACKAGES, REPOSITORY
 
 # From the bottom to the top: a module imports its own layer and those before it. A layer is a set of folders and files.
 LAYERS: tuple[set[str], ...] = (
@@ -20,6 +20,7 @@ LAYERS: tuple[set[str], ...] = (
     {"cuda", "images", "weights"},
     {"engines"},
     {"denoising"},
+    {"prompts"},
     {"adapters", "pipeline"},
     {"metrics"},
     {"scheduling"},
@@ -40,6 +41,12 @@ TORCH_FREE = (
     "model.workers.channel", "model.workers.messages", "model.workers.pool", "model.workers.process",
     "model.workers.worker",
 )  # fmt: skip
+NOT_IMPORTED = {
+    "model": ("engine_builder", "gateway", "benchmarks", "preheat"),
+    "engine_builder": ("gateway", "benchmarks", "preheat"),
+    "gateway": ("benchmarks", "preheat", "engine_builder.networks", "engine_builder.building", "model.engines"),
+    "benchmarks": ("preheat.commands",),
+}
 Graph = dict[str, set[str]]
 
 
@@ -64,7 +71,7 @@ def imports(path: Path, known: Iterable[str]) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def graph() -> Graph:
-    files = modules("model", "engine_builder")
+    files = modules(*PACKAGES)
     return {name: {found for found in imports(path, files) if found in files} for name, path in files.items()}
 
 
@@ -75,13 +82,15 @@ def layer(module: str) -> int:
 
 
 def upward_imports(graph: Graph) -> list[str]:
-    """Return the imports of model/ that lead to a higher layer, or out of model/."""
+    """Return the imports of model/ that lead to a higher layer, and those of a package that it does not import."""
     found = []
     for module, imported_modules in graph.items():
-        if module.startswith("model."):
-            for imported in imported_modules - {"model"}:
-                if not imported.startswith("model.") or layer(imported) > layer(module):
-                    found.append(f"{module} -> {imported}")
+        for imported in imported_modules - {"model"}:
+            is_higher = (
+                module.startswith("model.") and imported.startswith("model.") and layer(imported) > layer(module)
+            )
+            if is_higher or imported.startswith(NOT_IMPORTED.get(module.partition(".")[0], ())):
+                found.append(f"{module} -> {imported}")
     return sorted(found)
 
 
@@ -104,6 +113,7 @@ def test_modules_import_lower_layers_only(graph: Graph) -> None:
         ("model.pipeline.prompt", "model.api.request", False),
         ("model.loading.load", "engine_builder.building.build", False),
         ("model.errors", "model.store.store", True),
+        ("gateway.backends", "preheat.local_server.client", False),
     ],
 )
 def test_finds_a_wrong_import(graph: Graph, module: str, imported: str, is_cycle: bool) -> None:
@@ -113,7 +123,7 @@ def test_finds_a_wrong_import(graph: Graph, module: str, imported: str, is_cycle
 
 def test_package_inits_are_empty() -> None:
     """A re-export would import torch for every module of the package."""
-    folders = [path for package in ("model", "engine_builder") for path in (REPOSITORY / package).rglob("__init__.py")]
+    folders = [path for package in PACKAGES for path in (REPOSITORY / package).rglob("__init__.py")]
     assert len(folders) > 20
     assert [path for path in folders if path.stat().st_size] == []
 

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKL
 from torch import Tensor, nn
 
-from training.dataset import Chunk, ChunkRequest
 from training.optimizer import EmaOptimizer, compute_dtype
-from training.render import SHARP_EDGE_PIXELS, render
+from training.pictures.dataset import Chunk, ChunkRequest
+from training.pictures.render import SHARP_EDGE_PIXELS, render
 from training.run import TrainingRun
 
 SOFT_SHARE = 0.25  # share of the images with soft edges

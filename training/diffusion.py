@@ -20,12 +20,12 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection
 from training import architecture
 from training.architecture import TEXT_WIDTH_1, TEXT_WIDTH_2, TIME_ID_WIDTH
 from training.autoencoder import neighbour_difference
-from training.dataset import CLASS_COUNTS
-from training.export import Networks
-from training.latent_pool import BatchSource
 from training.optimizer import EmaOptimizer, compute_dtype
+from training.pictures.dataset import CLASS_COUNTS
+from training.pictures.latent_pool import BatchSource
 from training.run import TrainingRun
 from training.tokenizer import END_TOKEN, MAX_LENGTH, START_TOKEN, vocabulary
+from training.write_model import Networks
 
 NOISES_PER_IMAGE = 2  # each with its own timestep; only the base
 DROPPED_SHARE = 0.1  # captions dropped for guidance: half become zeros, half the empty caption

@@ -18,7 +18,7 @@ import torch
 from diffusers import StableDiffusionXLImg2ImgPipeline, StableDiffusionXLPipeline
 from PIL import Image
 
-from training.evaluation_set import evaluation_set
+from training.pictures.evaluation_set import evaluation_set
 from training.score import Verdict, score_image
 
 COLUMNS = ("all", "single", "count", "pair")

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from training.compile import compile_function
-from training.dataset import ChunkWorkers
 from training.optimizer import EmaOptimizer
+from training.pictures.dataset import ChunkWorkers
 from training.settings import Settings
 
 LOG_EVERY_STEPS = 100

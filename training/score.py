@@ -16,9 +16,9 @@ import numpy as np
 from PIL import Image
 from scipy import ndimage
 
-from training.captions import StatedObject, Statement
-from training.render import signed_distance
-from training.scenes import COLOURS, MIN_LARGE_RADIUS, SHAPES
+from training.pictures.captions import StatedObject, Statement
+from training.pictures.render import signed_distance
+from training.pictures.scenes import COLOURS, MIN_LARGE_RADIUS, SHAPES
 
 COLOUR_NAMES = tuple(COLOURS)
 PALETTE = np.array([COLOURS[name] for name in COLOUR_NAMES], dtype=np.float32)

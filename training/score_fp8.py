@@ -20,7 +20,7 @@ from rich.console import Console
 from engine_builder.backends.aot_inductor.compile import build_target
 from engine_builder.checkpoints.find import find_checkpoints
 from engine_builder.checkpoints.release_settings import read_model_facts
-from engine_builder.quantization.check import check_quantization, check_target
+from engine_builder.quantization.picture_check import check_quantization, check_target
 from engine_builder.quantization.policy import DEFAULTS, Policy
 from engine_builder.quantization.validation.compare import validation_requests
 from engine_builder.quantization.validation.contact_sheet import contact_sheet
@@ -31,7 +31,7 @@ from engine_builder.stores.store import open_writable_store
 from model.images.encode import Pixels
 from model.pipeline.params import GenerationParams
 from model.store.precision import FP8, FP16, FP32, INT8, Precision
-from training.evaluation_set import EvaluationCaption, evaluation_set
+from training.pictures.evaluation_set import EvaluationCaption, evaluation_set
 from training.score import score_image
 
 SETS = (False, True)  # values of `held_out`

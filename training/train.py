@@ -18,12 +18,12 @@ from torch import nn
 
 from training import architecture
 from training.autoencoder import train_autoencoder, train_decoder
-from training.dataset import ChunkWorkers
 from training.diffusion import start_from_base, train_base, train_refiner
-from training.export import export_model, random_networks
 from training.optimizer import save_tensors
+from training.pictures.dataset import ChunkWorkers
 from training.run import PausedError, TrainingRun
 from training.settings import load_settings
+from training.write_model import export_model, random_networks
 
 STAGES = ("vae", "decoder", "base", "refiner")
 REQUIRED_STAGES: dict[str, tuple[str, ...]] = {

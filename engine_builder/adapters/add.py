@@ -11,7 +11,7 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors.torch import save
 
-from engine_builder.adapters.errors import BadAdapter
+from engine_builder.adapters.bad_adapter import BadAdapter
 from engine_builder.adapters.read import AdapterFile, Factors, open_adapter, read_factors
 from engine_builder.backends.built import put_blob
 from engine_builder.building.weights import group_tensors

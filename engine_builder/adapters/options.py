@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from engine_builder.adapters.errors import BadAdapter
+from engine_builder.adapters.bad_adapter import BadAdapter
 from engine_builder.adapters.patterns import BadPattern, Matches, Scope, match_scopes
 from model.pipeline.spec import TEXT_ENCODER, UNET
 from model.store.manifest_json import printable

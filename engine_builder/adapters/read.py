@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from engine_builder.adapters.errors import FORMATS, BadAdapter
+from engine_builder.adapters.bad_adapter import FORMATS, BadAdapter
 from engine_builder.adapters.names import UNSUPPORTED, FoundName, LayerNames, embedding_name, split_key
 from engine_builder.adapters.options import (
     Module,

@@ -33,11 +33,10 @@ from engine_builder.checkpoints.release_settings import (
     read_release_defaults,
     write_tokenizers,
 )
+from engine_builder.kernels.fp8_conv import CONV_VERSION
+from engine_builder.kernels.fp8_linear import LINEAR_VERSION
+from engine_builder.kernels.int8_linear import INT8_LINEAR_VERSION
 from engine_builder.networks.bands import BANDS_VERSION
-from engine_builder.networks.check import check_model
-from engine_builder.networks.fp8_conv import CONV_VERSION
-from engine_builder.networks.fp8_linear import LINEAR_VERSION
-from engine_builder.networks.int8_linear import INT8_LINEAR_VERSION
 from engine_builder.networks.network import (
     NETWORK_VERSION,
     SIGNATURES_VERSION,
@@ -46,6 +45,7 @@ from engine_builder.networks.network import (
     digest_json,
     library_versions,
 )
+from engine_builder.networks.network_check import check_model
 from engine_builder.networks.vae import splits_scores
 from engine_builder.stores.store import WritableStore
 from model.engines.tensorrt.libraries import installed_version

@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 from engine_builder.adapters.offline import OfflineMerge
 from engine_builder.backends.aot_inductor import compile as compiler
-from engine_builder.backends.tensorrt.options import PlanOptions
+from engine_builder.backends.tensorrt.plan_options import PlanOptions
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.checkpoints.release_settings import read_model_facts
 from engine_builder.networks.controlnet import components_of_controlnets
 from engine_builder.networks.ip_adapter import components_of_ip_adapters
 from engine_builder.networks.network import ModuleReader, Network, load_network
-from engine_builder.quantization.plan import Quantization
+from engine_builder.quantization.quantization_plan import Quantization
 from model.errors import PreheatError
 from model.loading.target import Target
 from model.pipeline.spec import (

@@ -22,8 +22,8 @@ from engine_builder.building.diffusers_pipeline import different_tokens, largest
 from engine_builder.building.validate import relative_error
 from engine_builder.checkpoints.release_settings import read_tokenizers
 from engine_builder.checkpoints.scheduler_config import read_scheduler
-from engine_builder.networks.float_arithmetic import float_arithmetic
-from engine_builder.networks.kernel_form import plain_operations
+from engine_builder.kernels.float_arithmetic import float_arithmetic
+from engine_builder.kernels.kernel_form import plain_operations
 from engine_builder.networks.network import digest_json, library_versions
 from engine_builder.networks.quiet import quiet_libraries
 from engine_builder.stores.store import WritableStore

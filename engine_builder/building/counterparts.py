@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from engine_builder.building.build_plan import BuildPlan
 from engine_builder.checkpoints.folder import Checkpoint
-from engine_builder.networks.float_arithmetic import stored_types
+from engine_builder.kernels.float_arithmetic import stored_types
 from engine_builder.networks.network import ModuleReader, Network, load_network
 from engine_builder.networks.wrappers import WRAPPERS
 from model.engines.shapes import DTYPES

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from engine_builder.building.counterparts import Counterparts
 from engine_builder.checkpoints.ip_adapter import open_adapter
-from engine_builder.networks.float_arithmetic import stored_types
-from engine_builder.networks.low_rank import LowRankUnetNetwork
+from engine_builder.kernels.float_arithmetic import stored_types
+from engine_builder.kernels.low_rank import LowRankUnetNetwork
 from model.adapters.merge import Factors
 from model.adapters.packing import pack
 from model.engines import signatures
@@ -22,8 +22,8 @@ from model.engines.shapes import shape_at
 from model.pipeline import spec as names
 from model.pipeline.image_prompt import MASKED
 from model.pipeline.spec import Part, find_component
-from model.pipeline.tokenizer import ClipTokenizer
-from model.pipeline.weighted_prompt import plain_chunks
+from model.prompts.tokenizer import ClipTokenizer
+from model.prompts.weighted_prompt import plain_chunks
 
 _BATCH = 2
 _LATENT_SIDE = 16

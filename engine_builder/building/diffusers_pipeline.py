@@ -20,8 +20,8 @@ from model.images.encode import Pixels
 from model.pipeline import spec as names
 from model.pipeline.params import GenerationParams, Mask
 from model.pipeline.text_to_image import generate
-from model.pipeline.tokenizer import ClipTokenizer
-from model.pipeline.weighted_prompt import plain_chunks
+from model.prompts.tokenizer import ClipTokenizer
+from model.prompts.weighted_prompt import plain_chunks
 from model.validation import SMALLEST_SIDE
 
 TEXTS = 200

@@ -20,7 +20,7 @@ from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import Control, GenerationParams, ImagePrompt
 from model.pipeline.spec import components_of, find_component, model_parts
 from model.pipeline.text_to_image import generate
-from model.pipeline.tokenizer import ClipTokenizer
+from model.prompts.tokenizer import ClipTokenizer
 from model.store.precision import Precision
 
 

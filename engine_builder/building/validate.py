@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from engine_builder.backends.aot_inductor.compile import example_inputs, sizes_of
-from engine_builder.networks.kernel_form import plain_operations
+from engine_builder.kernels.kernel_form import plain_operations
+from engine_builder.kernels.rounding import unrounded_inputs
 from engine_builder.networks.network import Network
-from engine_builder.networks.rounding import unrounded_inputs
 from model.engines.engine import Engine
 from model.errors import PreheatError
 from model.store.manifest import Accuracy, Bucket

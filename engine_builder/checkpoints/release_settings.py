@@ -13,7 +13,7 @@ from model.denoising.samplers import sampler_schedule
 from model.errors import ManifestError, RequestRefused
 from model.loading.served import read_defaults
 from model.pipeline.spec import tokenizers_of
-from model.pipeline.tokenizer import ClipTokenizer
+from model.prompts.tokenizer import ClipTokenizer
 from model.store.manifest import Blob, Family, ModelFacts, RefinerFacts, TokenizerRecord
 from model.validation import LARGEST_SIDE, SMALLEST_SIDE
 

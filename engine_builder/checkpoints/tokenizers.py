@@ -1,10 +1,10 @@
-"""Export a checkpoint's CLIP tokenizer as the one file and four numbers that `model.pipeline.tokenizer` loads."""
+"""Export a checkpoint's CLIP tokenizer as the one file and four numbers that `model.prompts.tokenizer` loads."""
 
 from pathlib import Path
 
 from engine_builder.checkpoints.folder import DOWNLOAD_AGAIN
 from model.errors import MissingComponent
-from model.pipeline.tokenizer import TokenizerSettings
+from model.prompts.tokenizer import TokenizerSettings
 
 _MAX_TOKENS = 4096  # transformers returns a number like 1e30 if a tokenizer's configuration has no length
 _FRAME_TOKENS = 2  # the begin and end tokens of a prompt

@@ -21,7 +21,7 @@ from engine_builder.releases.publish import write_once
 from engine_builder.stores.store import WritableStore
 from model.loading.token_tables import TOKEN_TABLE
 from model.pipeline.spec import BASE, REFINER
-from model.pipeline.tokenizer import open_tokenizer
+from model.prompts.tokenizer import open_tokenizer
 from model.store.manifest import EMBEDDING_TOKEN, Manifest, TokenizerRecord, WeightsRecord
 
 _TOKEN_REMEDY = "Choose another token, for example <cat>."

@@ -7,6 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine_builder.kernels.fp8_conv import QuantizedConv
+from engine_builder.kernels.fp8_linear import QuantizedLinear
+from engine_builder.kernels.int8_linear import Int8Linear
+from engine_builder.kernels.kernel_form import has_half_kernels, has_kernels, is_plain
+from engine_builder.kernels.low_rank_linear import LowRankLinear
+from engine_builder.kernels.winograd import WinogradConv
 from engine_builder.networks.bands import (
     band_count,
     convolve,
@@ -14,13 +20,7 @@ from engine_builder.networks.bands import (
     image_statistics,
     tokens_of_image,
 )
-from engine_builder.networks.fp8_conv import QuantizedConv
-from engine_builder.networks.fp8_linear import QuantizedLinear
-from engine_builder.networks.int8_linear import Int8Linear
-from engine_builder.networks.kernel_form import has_half_kernels, has_kernels, is_plain
-from engine_builder.networks.low_rank_linear import LowRankLinear
 from engine_builder.networks.onnx_form import is_for_onnx
-from engine_builder.networks.winograd import WinogradConv
 from model.weights.transforms import phase_weights
 
 # Group norm, as measured on an H200.
@@ -150,7 +150,7 @@ def norm_silu_conv(
 
 def _norm_silu_e4m3(norm: Any, conv: QuantizedConv, hidden: Tensor) -> Tensor:
     """Return silu(norm(hidden)) as the E4M3 numbers that `conv` takes, [batch, channels, height, width]."""
-    from engine_builder.networks.fp8_norm_kernels import norm_silu_e4m3
+    from engine_builder.kernels.fp8_norm_kernels import norm_silu_e4m3
 
     mean, variance = image_statistics(*_statistics(norm, hidden))
     deviation = (variance + norm.eps).sqrt()
@@ -163,7 +163,7 @@ def _winograd_conv(
     norm: Any, conv: WinogradConv, hidden: Tensor, bias: Tensor | None, residual: Tensor | None
 ) -> Tensor:
     """Return what `norm_silu_conv` returns, on a GPU. Norm, SiLU and sums are fused into Winograd's transforms."""
-    from engine_builder.networks import winograd_kernels as kernels
+    from engine_builder.kernels import winograd_kernels as kernels
 
     if bias is not None:
         hidden = repeat_batch(hidden, bias.shape[0])
@@ -267,7 +267,7 @@ def self_attention(fused: Tensor, heads: int, out_scale: Tensor | None = None) -
         return attend(fused[..., : width // 3], keys, values, heads)
     if has_half_kernels(fused) and width == 3 * 64 * heads and tokens % 128 == 0:
         if batch * tokens <= _MAX_SELF_ATTENTION_TOKENS:
-            from engine_builder.networks import kernels
+            from engine_builder.kernels import attention_kernels as kernels
 
             mixed: Tensor = kernels.attend_to_itself(fused, heads, out_scale)
             return mixed
@@ -299,7 +299,7 @@ def cross_attention(
     `out_scale`: the result may be returned as E4M3, divided by this scale. `image`: attention to its tokens is added.
     """
     if has_half_kernels(queries) and queries.shape[-1] == 64 * heads and keys.shape[1] <= 128:
-        from engine_builder.networks import kernels
+        from engine_builder.kernels import attention_kernels as kernels
 
         if image is None or image.bias.shape[2] <= kernels.MAX_IMAGE_TOKENS:
             mixed: Tensor = kernels.attend_to_text(queries, keys, values, heads, out_scale, *(image or ()))
@@ -352,7 +352,7 @@ def geglu(projection: Any, tokens: Tensor, out_scale: Tensor | None = None) -> T
             is_large = False  # the kernel does not multiply integers
         # Compute capability 12.x is left out: it has 99 KiB of shared memory per program, and the kernel needs more.
         if is_large and torch.cuda.get_device_capability(tokens.device)[0] in (9, 10):
-            from engine_builder.networks import kernels
+            from engine_builder.kernels import attention_kernels as kernels
 
             if isinstance(projection, LowRankLinear):
                 change = projection.narrow(tokens), projection.up()

@@ -21,9 +21,9 @@ from torch import nn
 from engine_builder.checkpoints.folder import DOWNLOAD_AGAIN, Checkpoint, CheckpointError, variant_of
 from engine_builder.checkpoints.ip_adapter import features_of_image, image_slots, open_adapter, tokens_of_image
 from engine_builder.checkpoints.safety_checker import checked_side
+from engine_builder.kernels.low_rank import LowRankUnetNetwork
 from engine_builder.networks.controlnet import control_type_count
 from engine_builder.networks.ip_adapter import image_encoder_network, read_ip_adapter
-from engine_builder.networks.low_rank import LowRankUnetNetwork
 from engine_builder.networks.quiet import quiet_libraries
 from engine_builder.networks.text import add_embedding_rows
 from engine_builder.networks.unet import residual_shapes, text_width, time_width

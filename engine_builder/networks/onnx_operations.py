@@ -45,7 +45,7 @@ def _(tensor: Tensor, other: Tensor) -> Tensor:
 def quantized_linear(
     inputs: Tensor, weight: Tensor, input_scale: Tensor, weight_scale: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """Return the product of `engine_builder.networks.fp8_linear.QuantizedLinear`: [..., in] -> [..., out].
+    """Return the product of `engine_builder.kernels.fp8_linear.QuantizedLinear`: [..., in] -> [..., out].
 
     inputs: [..., in], of the result's type. weight: E4M3 [out, in]. Scales: float32 scalars. bias: [out], or None.
     """
@@ -63,7 +63,7 @@ def _(inputs: Tensor, weight: Tensor, input_scale: Tensor, weight_scale: Tensor,
 def quantized_conv(
     inputs: Tensor, weight: Tensor, input_scale: Tensor, weight_scale: Tensor, bias: Tensor, stride: int, padding: int
 ) -> Tensor:
-    """Return the result of `engine_builder.networks.fp8_conv.QuantizedConv`: [batch, in, height, width] -> [batch, out,
+    """Return the result of `engine_builder.kernels.fp8_conv.QuantizedConv`: [batch, in, height, width] -> [batch, out,
     height, width].
 
     inputs: of the result's type. weight: E4M3 [out, in, kernel, kernel]. input_scale: float32 scalar. weight_scale:

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine_builder.kernels.kernel_form import is_plain
+from engine_builder.kernels.winograd import replace_wide_convs
 from engine_builder.networks.bands import convolve, divided, own_rows, whole_image
 from engine_builder.networks.blocks import (
     ImageContext,
@@ -31,8 +33,6 @@ from engine_builder.networks.blocks import (
     tokens_to_pixels,
     upsample,
 )
-from engine_builder.networks.kernel_form import is_plain
-from engine_builder.networks.winograd import replace_wide_convs
 from model.store.manifest import BLOB_LIMIT
 
 _MAX_WEIGHTS = BLOB_LIMIT // 5  # of one product; at 4 bytes each (fp32) this leaves space for a blob's header

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
+from engine_builder.kernels.low_rank import GuidedLowRankUnetNetwork, LowRankUnetNetwork
 from engine_builder.networks.controlnet import ControlnetImageNetwork, ControlnetNetwork, controlnet_time_network
 from engine_builder.networks.ip_adapter import ImageEncoderNetwork, IpAdapterNetwork
-from engine_builder.networks.low_rank import GuidedLowRankUnetNetwork, LowRankUnetNetwork
 from engine_builder.networks.safety_checker import SafetyCheckerNetwork
 from engine_builder.networks.text import FinalTextNetwork, PooledTextNetwork, TextNetwork
 from engine_builder.networks.unet import (

@@ -20,9 +20,9 @@ from torch import nn
 
 from engine_builder.building.eager_model import generate_eagerly, load_eager_model
 from engine_builder.checkpoints.folder import Checkpoint
-from engine_builder.networks.check import check_model
-from engine_builder.networks.kernel_form import plain_operations
+from engine_builder.kernels.kernel_form import plain_operations
 from engine_builder.networks.network import public_name
+from engine_builder.networks.network_check import check_model
 from engine_builder.quantization.ranges import InputRange
 from engine_builder.quantization.record import (
     CalibrationError,

@@ -13,12 +13,12 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from engine_builder.building.graph_timing import time_on_gpu
-from engine_builder.networks.fp8_conv import QuantizedConv
-from engine_builder.networks.fp8_linear import QuantizedLinear
-from engine_builder.networks.int8_linear import Int8Linear
-from engine_builder.networks.kernel_form import plain_operations
+from engine_builder.kernels.fp8_conv import QuantizedConv
+from engine_builder.kernels.fp8_linear import QuantizedLinear
+from engine_builder.kernels.int8_linear import Int8Linear
+from engine_builder.kernels.kernel_form import plain_operations
 from engine_builder.networks.network import Network, public_name
-from engine_builder.quantization.plan import Quantization
+from engine_builder.quantization.quantization_plan import Quantization
 from engine_builder.quantization.quantize import QuantizedLayer
 
 _WARM_UPS, _RUNS = 3, 20

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from engine_builder.networks.fp8_conv import can_quantize_conv, conv_weight, quantize_conv
-from engine_builder.networks.fp8_linear import can_quantize, quantize_linear
-from engine_builder.networks.int8_linear import quantize_linear as quantize_linear_to_int8
-from engine_builder.networks.int8_linear import smoothing_scales
+from engine_builder.kernels.fp8_conv import can_quantize_conv, conv_weight, quantize_conv
+from engine_builder.kernels.fp8_linear import can_quantize, quantize_linear
+from engine_builder.kernels.int8_linear import quantize_linear as quantize_linear_to_int8
+from engine_builder.kernels.int8_linear import smoothing_scales
+from engine_builder.kernels.winograd import WinogradConv
 from engine_builder.networks.network import Network, public_name
-from engine_builder.networks.winograd import WinogradConv
 from engine_builder.quantization.policy import BadPolicy, Policy
 from engine_builder.quantization.ranges import InputRange, bin_centers, to_e4m3
 from engine_builder.quantization.record import CalibrationError

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from engine_builder.triton_repository.config import ANY, EnsembleStep, Tensor, TritonModel
-from engine_builder.triton_repository.export import RepositoryError, Versions
+from engine_builder.triton_repository.write_repository import RepositoryError, Versions
 from model.denoising.buffers import SAMPLE, entry_shape
 from model.denoising.edm_schedule import schedule_from_dict
 from model.denoising.sampler_names import sampler_name

@@ -16,7 +16,7 @@ from model.cold_start import ColdStart
 from model.cuda.libraries import loading_libraries
 from model.denoising.edm_schedule import AnyNoiseSchedule, EdmSchedule, schedule_from_dict
 from model.denoising.sampler_names import EDM_SAMPLERS, SAMPLERS
-from model.engines.aot_inductor.engine import AotInductorEngine
+from model.engines.aot_inductor.compiled_engine import AotInductorEngine
 from model.engines.aot_inductor.package import check_identity
 from model.engines.engine import Engine, EngineSet
 from model.engines.graphed import GraphedEngine
@@ -31,7 +31,7 @@ from model.loading.target import Target
 from model.loading.token_tables import check_token_ids
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.spec import ADDED_COMPONENTS, COMPONENTS, UNET, UNET_LORA, find_component
-from model.pipeline.tokenizer import ClipTokenizer, open_tokenizer
+from model.prompts.tokenizer import ClipTokenizer, open_tokenizer
 from model.settings import ServedBucket, ServedPrecision
 from model.store.manifest import Blob, EngineRecord, Fp16Steps, WeightsRecord
 from model.store.precision import FP16, Precision

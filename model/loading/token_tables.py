@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from model.errors import MissingComponent
 from model.loading.select import Selection
 from model.pipeline.spec import BASE, REFINER
-from model.pipeline.tokenizer import ClipTokenizer
+from model.prompts.tokenizer import ClipTokenizer
 from model.store.manifest_json import parse_constants
 
 TOKEN_TABLE = "embeddings.token_embedding.weight"  # the end of its name, in every text encoder

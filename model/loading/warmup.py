@@ -18,9 +18,9 @@ from model.loading.load import Loaded
 from model.loading.served import ServedModel, SizeList
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import Control, GenerationParams, ImagePrompt
-from model.pipeline.plan import plan_request
 from model.pipeline.preview import PreviewMap, fit_preview_map, preview_map_of
 from model.pipeline.prompt import encode_prompt
+from model.pipeline.request_plan import plan_request
 from model.pipeline.spec import BASE, REFINER, UNET_LORA
 from model.pipeline.text_to_image import generate
 from model.scheduling.comparison import ImageComparison

@@ -8,7 +8,7 @@ from model.cuda.streams import to_device
 from model.engines.shapes import DTYPES
 from model.engines.signatures import CONTROL, CONTROL_SCALE, CONTROL_TYPE, KEYS_VALUES, control_input, control_types
 from model.pipeline.loaded_model import LoadedModel
-from model.pipeline.plan import ControlPlan
+from model.pipeline.request_plan import ControlPlan
 from model.pipeline.spec import CONTROLNET_IMAGE, CONTROLNET_TEXT, CONTROLNET_TIME
 
 

@@ -13,7 +13,7 @@ from model.pipeline.encode import encode_pixels, to_pixels
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.overflow import IMAGE, is_finite
 from model.pipeline.params import REPAINTED_LEVEL
-from model.pipeline.plan import RequestPlan, Source
+from model.pipeline.request_plan import RequestPlan, Source
 
 
 def draw_latents(model: LoadedModel, plan: RequestPlan, image: ImageState) -> torch.Tensor:

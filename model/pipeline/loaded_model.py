@@ -30,7 +30,7 @@ from model.pipeline.spec import (
     ip_unet,
     step_components,
 )
-from model.pipeline.tokenizer import ClipTokenizer
+from model.prompts.tokenizer import ClipTokenizer
 from model.store.manifest import Fp16Steps, ModelFacts
 
 LoopKey = tuple[str, int, int]

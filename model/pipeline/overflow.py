@@ -9,7 +9,7 @@ import torch
 
 from model.errors import BrokenImage, OverflowingRequest
 from model.images.encode import broken_image
-from model.pipeline.plan import RequestPlan
+from model.pipeline.request_plan import RequestPlan
 from model.validation import format_value
 
 TEXT, IMAGE, LATENTS, PIXELS = CHECKS = ("text", "image", "latents", "pixels")

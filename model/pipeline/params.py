@@ -72,7 +72,7 @@ class GenerationParams:
     image_prompts: the IP-Adapters that the base's steps use, each with another name.
     metadata: what the files of the images state; None: nothing.
     composite, color_match, upscale: see `model.pipeline.finish`.
-    prompt_syntax: see `model.pipeline.weighted_prompt`.
+    prompt_syntax: see `model.prompts.weighted_prompt`.
     original_size, target_size: height and width that an SDXL is conditioned on; None: those of the image.
     crop: top and left that an SDXL is conditioned on.
     clip_skip: layers of the text encoders that are skipped before the one that the UNet was trained with.

@@ -27,7 +27,7 @@ from model.pipeline.control import condition_controlnet
 from model.pipeline.guidance import embed_guidance
 from model.pipeline.image_prompt import condition_image_prompts
 from model.pipeline.loaded_model import LoadedModel
-from model.pipeline.plan import CfgConditioning, DenoisePlan, RequestPlan
+from model.pipeline.request_plan import CfgConditioning, DenoisePlan, RequestPlan
 from model.pipeline.spec import Denoiser
 
 

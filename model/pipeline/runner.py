@@ -10,7 +10,7 @@ import torch
 from model.denoising.loop import ImageState
 from model.pipeline.loaded_model import LoadedModel, LoopKey
 from model.pipeline.params import GenerationParams
-from model.pipeline.plan import RequestPlan, plan_request
+from model.pipeline.request_plan import RequestPlan, plan_request
 from model.pipeline.stages import STAGES, Stage
 
 

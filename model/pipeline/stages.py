@@ -18,8 +18,8 @@ from model.pipeline.decode import decode_latents
 from model.pipeline.image_to_image import draw_latents, keep_base_result, prepare_from_image
 from model.pipeline.loaded_model import LoadedModel, LoopKey
 from model.pipeline.overflow import CHECKS, IMAGE, LATENTS, PIXELS, TEXT, is_finite, latents_are_sane
-from model.pipeline.plan import CfgConditioning, RequestPlan
 from model.pipeline.prompt import encode_prompt
+from model.pipeline.request_plan import CfgConditioning, RequestPlan
 from model.pipeline.safety import check_image
 from model.pipeline.spec import BASE, REFINER, Denoiser
 

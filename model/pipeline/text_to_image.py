@@ -13,7 +13,7 @@ from model.images.encode import Pixels
 from model.pipeline.loaded_model import LoadedModel, LoopKey
 from model.pipeline.overflow import CHECKS, broken_images
 from model.pipeline.params import GenerationParams
-from model.pipeline.plan import RequestPlan
+from model.pipeline.request_plan import RequestPlan
 from model.pipeline.runner import Runner
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # a process without engines needs the results and events before torch is imported
     from model.denoising.loop import ImageState
-    from model.pipeline.plan import RequestPlan
+    from model.pipeline.request_plan import RequestPlan
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 def winograd_weight(weight: Tensor) -> Tensor:
     """Return G weight G^T, [16, out, in], of a convolution weight [out, in, 3, 3].
 
-    The basis of F(2x2, 3x3): see `engine_builder.networks.winograd`. It is computed in fp32 or wider and rounded once.
+    The basis of F(2x2, 3x3): see `engine_builder.kernels.winograd`. It is computed in fp32 or wider and rounded once.
     """
     exact = torch.promote_types(weight.dtype, torch.float32)
     axis = torch.tensor([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]], dtype=exact, device=weight.device)

@@ -36,7 +36,7 @@ from model.workers.supervisor import LOAD_SECONDS, Events, Supervisor
 from model.workers.worker import PoolJob, Worker, worker_variables
 
 if TYPE_CHECKING:
-    from model.workers.metrics import AddedMetrics
+    from model.workers.merged_metrics import AddedMetrics
 
 logger = logging.getLogger("preheat")
 
@@ -83,7 +83,7 @@ class WorkerPool:
 
     def add_metrics(self) -> None:
         """Add the metrics of the workers to those of this process. Imports torch."""
-        from model.workers.metrics import AddedMetrics
+        from model.workers.merged_metrics import AddedMetrics
 
         self._metrics = AddedMetrics()
         self._metrics.install()

@@ -141,7 +141,7 @@ class Worker:
 
     def _report(self) -> None:
         """Send a status at intervals, now and then with the metrics."""
-        from model.workers.metrics import snapshot
+        from model.workers.merged_metrics import snapshot
 
         sent = 0.0
         while True:

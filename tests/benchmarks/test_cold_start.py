@@ -10,15 +10,15 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from engine_builder.benchmarks import cold_start as starts
-from engine_builder.benchmarks.cold_start import MeasuredStart, StartCase
-from engine_builder.commands.main import app
-from engine_builder.local_server.server import Layout
+from benchmarks import cold_start as starts
+from benchmarks.cold_start import MeasuredStart, StartCase
 from engine_builder.releases.mirror import copy_release
 from model.errors import PreheatError
 from model.loading import select as selecting
 from model.store.options import StoreOptions
 from model.store.store import Store
+from preheat.local_server.server import Layout
+from preheat.main import app
 from tests.conftest import Opener
 from tests.support import object_store as ceph
 from tests.support.faulty_proxy import FaultyProxy

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_builder.benchmarks.full_size import Work, make_parser, plan, run_all
+from benchmarks.full_size import Work, make_parser, plan, run_all
 from engine_builder.checkpoints import random_models
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.checkpoints.release_settings import read_model_facts
-from engine_builder.networks.check import check_model
 from engine_builder.networks.network import load_network
+from engine_builder.networks.network_check import check_model
 from model.store.precision import FP16
 from tests.support.components import BASE_COMPONENTS, REFINER_COMPONENTS
 from tests.support.repository import MODEL_FOLDER

@@ -5,8 +5,8 @@ import sys
 import pytest
 import torch
 
-from engine_builder.benchmarks import idle
-from engine_builder.benchmarks.idle import Activity, Gaps, measure_gaps
+from benchmarks import idle
+from benchmarks.idle import Activity, Gaps, measure_gaps
 
 
 def test_gaps_within_and_between_launches() -> None:

@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from engine_builder.benchmarks.in_flight import measure, measure_saturated, numbered_requests
+from benchmarks.in_flight import measure, measure_saturated, numbered_requests
 from model.api.request import GenerationRequest
 from model.errors import Unavailable
 from model.loading.load import Loaded

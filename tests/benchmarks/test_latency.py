@@ -16,10 +16,9 @@ from click.testing import Result
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from typer.testing import CliRunner
 
-from engine_builder.benchmarks import adapters, latency, measure, peers
-from engine_builder.benchmarks.latency import Case, compare, measure_cases
+from benchmarks import adapters, latency, measure, peers
+from benchmarks.latency import Case, compare, measure_cases
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
-from engine_builder.commands.main import app
 from engine_builder.releases.signing import public_key
 from model.api.request import GenerationRequest
 from model.engines.engine import EngineSet
@@ -30,6 +29,7 @@ from model.loading.served import ServedIpAdapter, SizeList
 from model.pipeline.params import GenerationParams
 from model.pipeline.spec import TEXT_ENCODER, TEXT_ENCODER_FINAL, VAE_DECODER
 from model.store.store import Store
+from preheat.main import app
 from tests.engine_builder.helpers import edit_json
 from tests.support.linear_networks import PLAIN, Stub, linear_model, stub
 

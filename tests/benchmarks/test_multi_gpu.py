@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from engine_builder.benchmarks import measure
-from engine_builder.benchmarks.multi_gpu import compare, load_ranked
-from engine_builder.commands.main import app
+from benchmarks import measure
+from benchmarks.multi_gpu import compare, load_ranked
 from engine_builder.stores.store import WritableStore
 from model.api.request import GenerationRequest
 from model.errors import RequestRefused
 from model.loading.load import Loaded
 from model.pipeline.params import GenerationParams
+from preheat.main import app
 
 
 def test_measures_the_speed_up(store: WritableStore, release: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from engine_builder.benchmarks.report import SPEED_SECTION, plots_of, render, speed_bars, write_report
-from engine_builder.benchmarks.rows import BadRows, Row, append_rows, make_row, medians, percentile, read_rows
-from engine_builder.commands import main as cli
+from benchmarks.report import SPEED_SECTION, plots_of, render, speed_bars, write_report
+from benchmarks.rows import BadRows, Row, append_rows, make_row, medians, percentile, read_rows
+from preheat import main as cli
 from tests.support.repository import REPOSITORY
 
 DOCS = REPOSITORY / "docs"

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from engine_builder.building.build_plan import BuildPlan
 from engine_builder.checkpoints.folder import Checkpoint
-from engine_builder.commands.main import app
 from engine_builder.stores.store import WritableStore, open_writable_store
+from preheat.main import app
 from tests.conftest import file_lock
 from tests.engine_builder.helpers import KEPT_GRAPHS, PlanOf, folder_of
 from tests.support.tensorrt_rtx import require_tensorrt_rtx

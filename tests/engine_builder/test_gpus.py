@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine_builder.backends.tensorrt.options import InvalidOption, PlanOptions, parse_options, plan_targets
+from engine_builder.backends.tensorrt.plan_options import InvalidOption, PlanOptions, parse_options, plan_targets
 from engine_builder.gpus import CAPABILITIES, UnknownGpu, find_capability
 from model.engines.tensorrt.libraries import TENSORRT_RTX
 from model.loading.target import Target, gpu_product

@@ -18,7 +18,7 @@ import httpx
 import pytest
 from PIL import Image
 
-from engine_builder.local_server.server import Server
+from preheat.local_server.server import Server
 from tests.conftest import READY_SECONDS
 from tests.support.repository import REPOSITORY
 from tests.support.scripted_server import Answer, ScriptedServer, write_certificate

@@ -13,8 +13,8 @@ import httpx
 import openai
 import pytest
 
-from engine_builder.gateway.bodies import parse_form, parse_json_object
-from engine_builder.gateway.errors import ApiError
+from gateway.bodies import parse_form, parse_json_object
+from gateway.errors import ApiError
 from model.api import connections
 from model.api.body_limit import MAX_BODY_BYTES
 from model.api.body_scan import MAX_VALUES, JsonScan, MsgpackScan

@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 
 import httpx
 
-from engine_builder.gateway.bounded_reading import MAX_HELD_BYTES, HeldLines, LineReader
-from engine_builder.gateway.errors import ApiError
+from gateway.bounded_reading import MAX_HELD_BYTES, HeldLines, LineReader
+from gateway.errors import ApiError
 
 
 def test_oldest_line_is_given_up_as_overload() -> None:

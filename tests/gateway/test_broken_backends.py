@@ -1,6 +1,6 @@
 """Backends that send something else than a Preheat server. A gateway's caller gets a typed error, never half a stream.
 
-`tests/load/test_backend_attacks.py` has those that need minutes or much memory.
+`tests/load/test_attacks.py` has those that need minutes or much memory.
 """
 
 import gzip

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from engine_builder.files import NotWritable
-from engine_builder.gateway.errors import GatewayConfigError
-from engine_builder.gateway.history import History
-from engine_builder.local_server.server import Server
+from gateway.errors import GatewayConfigError
+from gateway.history import History
+from preheat.local_server.server import Server
 from tests.support.gateway import running_gateway
 from tests.support.images import file_of
 from tests.support.predictions import SMALL, TIMEOUT_SECONDS, http_client, predict

@@ -17,15 +17,15 @@ import openai
 import pytest
 from PIL import Image
 
-from engine_builder.gateway import openai_requests
-from engine_builder.gateway.backend import parse_backend
-from engine_builder.gateway.errors import GatewayConfigError
-from engine_builder.gateway.keys import read_keys
-from engine_builder.gateway.openai_requests import Files
-from engine_builder.local_server.server import Server
+from gateway.apis import openai as images_api
+from gateway.apis.openai import Files
+from gateway.backend import parse_backend
+from gateway.errors import GatewayConfigError
+from gateway.keys import read_keys
 from model.api.body_limit import MAX_BODY_BYTES
 from model.api.fair_queue import CLIENT_HEADER
 from model.images.inputs import decode_mask, read_image, read_mask
+from preheat.local_server.server import Server
 from tests.support.gateway import running_gateway
 from tests.support.images import largest_difference, pixels
 from tests.support.odd_images import chunk, png_of
@@ -139,7 +139,7 @@ def mask_of(native: dict[str, Any]) -> np.ndarray[Any, Any]:
 
 def test_transparent_part_of_an_image_is_its_mask() -> None:
     for case, (file, repainted) in OWN_ALPHA.items():
-        native = openai_requests.edit({"prompt": PROMPT}, Files((file,))).native
+        native = images_api.edit({"prompt": PROMPT}, Files((file,))).native
         assert native["image"] == base64.b64encode(file).decode()
         if repainted is None:
             assert native.keys() & {"masks", "composite"} == set(), case
@@ -150,19 +150,19 @@ def test_transparent_part_of_an_image_is_its_mask() -> None:
         np.testing.assert_array_equal(mask_of(native), expected, case)
         assert native["composite"] is True
         if image.container.format == "png":  # as a mask file must be
-            assert openai_requests.edit({"prompt": PROMPT}, Files((file,), file)).native == native, case
-    assert "masks" not in openai_requests.variation({}, Files((file_with_alpha(left_alpha(0)),))).native
+            assert images_api.edit({"prompt": PROMPT}, Files((file,), file)).native == native, case
+    assert "masks" not in images_api.variation({}, Files((file_with_alpha(left_alpha(0)),))).native
 
 
 def test_mask_file_is_used_before_the_images_alpha() -> None:
     image, mask = file_with_alpha(left_alpha(0)), file_with_alpha(left_alpha(255, 0))
-    levels = mask_of(openai_requests.edit({"prompt": PROMPT}, Files((image,), mask)).native)
+    levels = mask_of(images_api.edit({"prompt": PROMPT}, Files((image,), mask)).native)
     assert (levels[:, 32:] == 255).all() and (levels[:, :32] == 0).all()
     for depth, key in ((2, 1), (4, 15), (8, 15), (16, 0x0A07)):  # a transparent grey level, as optimizers write it
         stored = np.zeros((64, 64), np.int64)
         stored[:, :16] = key
         mask = png_of(stored, depth, chunk(b"tRNS", struct.pack(">H", key)))
-        levels = mask_of(openai_requests.edit({"prompt": PROMPT}, Files((png(64, 64),), mask)).native)
+        levels = mask_of(images_api.edit({"prompt": PROMPT}, Files((png(64, 64),), mask)).native)
         assert (levels[:, :16] == 255).all() and (levels[:, 16:] == 0).all(), depth
 
 
@@ -231,7 +231,7 @@ def test_refuses_in_the_shape_of_openai(url: str) -> None:
         assert error.keys() == {"message", "type", "param", "code"} and answer.json().keys() == {"error"}
         assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, code)
         assert len(error["message"]) > 10
-    assert openai_requests.generation({"prompt": PROMPT, "seed": -1}).native["seed"] == -1
+    assert images_api.generation({"prompt": PROMPT, "seed": -1}).native["seed"] == -1
 
 
 def test_refuses_files_in_the_shape_of_openai(url: str) -> None:

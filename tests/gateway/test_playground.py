@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from playwright.sync_api import Browser, Page, Route, expect
 
-from engine_builder.local_server.server import Server
+from preheat.local_server.server import Server
 from tests.support.gateway import running_gateway
 from tests.support.images import pixels
 from tests.support.playground import fill, opened_page, screenshot

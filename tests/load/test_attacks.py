@@ -17,7 +17,7 @@ import httpx
 import numpy as np
 import pytest
 
-from engine_builder.local_server.server import Server
+from preheat.local_server.server import Server
 from tests.support import attacks, backend_attacks
 from tests.support.images import file_of
 from tests.support.load import HealthProbe, gateway_process, memory_mib, send_repeatedly

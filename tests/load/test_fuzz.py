@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from engine_builder.local_server.server import Server
+from preheat.local_server.server import Server
 from tests.support.images import file_of
 from tests.support.predictions import PREDICT_PATH
 

@@ -18,7 +18,7 @@ from engine_builder.building.eager_model import load_eager_model, resolve_for
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.checkpoints.release_settings import read_release_defaults
 from engine_builder.checkpoints.scheduler_config import read_scheduler
-from engine_builder.networks.check import check_model
+from engine_builder.networks.network_check import check_model
 from model.api.request import GenerationRequest
 from model.errors import PreheatError
 from model.loading.target import Target

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from engine_builder.local_server.server import Server
+from preheat.local_server.server import Server
 from tests.support import odd_images
 from tests.support.load import memory_mib
 from tests.support.predictions import PREDICT_PATH, http_client

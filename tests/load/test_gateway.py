@@ -16,8 +16,8 @@ from typing import Any
 
 import httpx
 
-from engine_builder.local_server.server import Layout, Server
 from model.store.store import Store
+from preheat.local_server.server import Layout, Server
 from tests.conftest import READY_SECONDS
 from tests.support.gateway import running_gateway
 from tests.support.images import Pixels, largest_difference, pixels

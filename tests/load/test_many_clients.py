@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 
-from engine_builder.local_server.server import Server
+from preheat.local_server.server import Server
 from tests.support.images import Pixels, largest_difference, pixels
 from tests.support.load import HealthProbe
 from tests.support.predictions import PREDICT_PATH

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from engine_builder.local_server.server import Layout
 from model.store.store import Store
+from preheat.local_server.server import Layout
 from tests.conftest import READY_SECONDS
 from tests.support.image_process import run_in_image
 

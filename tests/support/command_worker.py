@@ -127,7 +127,7 @@ def _time_out(number: int, frame: FrameType | None) -> None:
 
 
 def main() -> None:
-    from engine_builder.commands.main import main as preheat
+    from preheat.main import main as preheat
 
     guard = Guard(Path(sys.argv[1]).resolve())
     cases = [json.loads(line) for line in sys.stdin]

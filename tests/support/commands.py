@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 
 import typer
 
-from engine_builder.commands.main import app
+from preheat.main import app
 from tests.support.odd_files import base64_text
 from tests.support.repository import REPOSITORY
 

@@ -21,9 +21,9 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from engine_builder.backends.tensorrt import build as tensorrt_build
+from engine_builder.backends.tensorrt import build_plans as tensorrt_build
 from engine_builder.backends.tensorrt import plan_store
-from model.engines.tensorrt import engine as tensorrt_engine
+from model.engines.tensorrt import plan_engine as tensorrt_engine
 from model.engines.tensorrt.libraries import TENSORRT, TENSORRT_RTX, Library
 
 VERSION, RTX_VERSION = "11.4.0.106", "1.7.1.116"

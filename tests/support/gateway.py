@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine_builder.gateway.serve import prepare
+from gateway.serve import prepare
 from tests.support.waiting import eventually
 
 

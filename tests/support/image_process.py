@@ -5,8 +5,8 @@ import sys
 import textwrap
 from pathlib import Path
 
-from engine_builder.local_server.server import Layout
 from model.store.store import Store
+from preheat.local_server.server import Layout
 
 
 def run_in_image(

@@ -14,7 +14,7 @@ from model.engines.signatures import Widths
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import GenerationParams
 from model.pipeline.spec import SDXL
-from model.pipeline.tokenizer import Piece
+from model.prompts.tokenizer import Piece
 from model.store.manifest import ModelFacts, RefinerFacts, Signature
 
 TEXT_WIDTH = 4

@@ -36,7 +36,7 @@ def gateway_process(folder: Path, *options: str) -> Iterator[tuple[str, int]]:
     """Run `preheat gateway` with these options. Yields its URL and process id. Its log is folder/log."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "engine_builder.commands.main", "gateway", "--port", str(port), *options]
+    command = [sys.executable, "-m", "preheat", "gateway", "--port", str(port), *options]
     with (
         (folder / "log").open("wb") as log,
         subprocess.Popen(command, cwd=REPOSITORY, stdout=log, stderr=log) as process,

@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 
-from engine_builder.local_server.server import Server
+from preheat.local_server.server import Server
 
 PREDICT_PATH = "/v1/models/model:predict"
 PROMPT = "a large red circle on a blue background"

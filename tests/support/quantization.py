@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from typer.testing import CliRunner
 
-from engine_builder.commands.main import app
 from engine_builder.networks.network import Network
 from engine_builder.quantization.calibrate import observing
 from engine_builder.quantization.ranges import InputRange
@@ -17,6 +16,7 @@ from model.errors import PreheatError
 from model.loading.target import Target
 from model.store.manifest import EngineRecord, Manifest
 from model.store.precision import FP8, Precision
+from preheat.main import app
 from tests.support import releases
 
 GPU = Target("cuda", "h100", "sm90", "torch2.11-cu130")

@@ -4,7 +4,7 @@ import shutil
 import textwrap
 from pathlib import Path
 
-from engine_builder.local_server.server import Layout, build_context, lay_out
+from preheat.local_server.server import Layout, build_context, lay_out
 from tests.support.repository import REPOSITORY
 
 

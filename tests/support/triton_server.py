@@ -24,7 +24,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from engine_builder.commands.main import app
+from preheat.main import app
 from tests.support.repository import REPOSITORY
 
 VERSION = "2.51.0"

@@ -23,7 +23,7 @@ from engine_builder.building.build_plan import BuildPlan
 from engine_builder.networks.network import Network
 from engine_builder.releases.publish import publish
 from engine_builder.stores.store import WritableStore, open_writable_store
-from model.engines.aot_inductor import engine as engine_module
+from model.engines.aot_inductor import compiled_engine as engine_module
 from model.engines.aot_inductor.cpu_container import Container
 from model.engines.aot_inductor.package import Identity
 from model.loading.target import Target

@@ -10,8 +10,8 @@ from typing import Any
 
 import psutil
 
-from engine_builder.local_server.server import Layout, Server, with_metadata
 from engine_builder.stores.store import WritableStore
+from preheat.local_server.server import Layout, Server, with_metadata
 from tests.conftest import READY_SECONDS
 
 STUCK_SECONDS = 6

@@ -11,9 +11,9 @@ from engine_builder.adapters.add import release_layers
 from engine_builder.adapters.read import open_adapter, read_factors
 from engine_builder.stores.store import WritableStore
 from tests.support.repository import MODEL_FOLDER
-from training.adapter import COLOUR_SHARE, colour_share, sample_scenes, train, write
 from training.autoencoder import render_images
-from training.dataset import encode_caption
+from training.pictures.dataset import encode_caption
+from training.train_adapter import COLOUR_SHARE, colour_share, sample_scenes, train, write
 
 pytestmark = pytest.mark.full
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from training import scenes
-from training.captions import describe_scene, parse_caption
-from training.dataset import CLASS_COUNTS, ChunkRequest, generate_chunk
-from training.evaluation_set import evaluation_set
-from training.render import SCENE_VECTOR_LENGTH
+from training.pictures import scenes
+from training.pictures.captions import describe_scene, parse_caption
+from training.pictures.dataset import CLASS_COUNTS, ChunkRequest, generate_chunk
+from training.pictures.evaluation_set import evaluation_set
+from training.pictures.render import SCENE_VECTOR_LENGTH
 
 pytestmark = pytest.mark.full
 

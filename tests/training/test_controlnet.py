@@ -8,11 +8,13 @@ import torch
 from diffusers import ControlNetModel
 
 from engine_builder.checkpoints.folder import Checkpoint
-from engine_builder.networks.check import check_model
+from engine_builder.networks.network_check import check_model
 from tests.support.repository import MODEL_FOLDER
-from training import scenes
-from training.captions import parse_caption
-from training.controlnet import (
+from training.pictures import scenes
+from training.pictures.captions import parse_caption
+from training.pictures.render import render_scene
+from training.score import score_image
+from training.train_controlnet import (
     SIDE,
     Examples,
     Score,
@@ -25,8 +27,6 @@ from training.controlnet import (
     sample_example,
     train,
 )  # fmt: skip
-from training.render import render_scene
-from training.score import score_image
 
 pytestmark = [
     pytest.mark.full,

@@ -8,10 +8,12 @@ import torch
 
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.checkpoints.ip_adapter import parse_ip_adapters
-from engine_builder.networks.check import check_model
+from engine_builder.networks.network_check import check_model
 from tests.support.repository import MODEL_FOLDER
-from training import scenes
-from training.ip_adapter import (
+from training.pictures import scenes
+from training.pictures.render import render_scene
+from training.score import score_image
+from training.train_ip_adapter import (
     FILE,
     SIDE,
     Examples,
@@ -26,8 +28,6 @@ from training.ip_adapter import (
     sample_example,
     train,
 )  # fmt: skip
-from training.render import render_scene
-from training.score import score_image
 
 pytestmark = [
     pytest.mark.full,

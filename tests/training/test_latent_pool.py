@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 
 from tests.support.repository import REPOSITORY  # noqa: E402
-from training.latent_pool import CHUNKS_PER_BLOCK, CHUNKS_PER_STEP, chunk_number  # noqa: E402
+from training.pictures.latent_pool import CHUNKS_PER_BLOCK, CHUNKS_PER_STEP, chunk_number  # noqa: E402
 from training.settings import load_settings  # noqa: E402
 
 pytestmark = pytest.mark.full

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from training import scenes
+from training.pictures import scenes
 
 pytestmark = pytest.mark.full
 

@@ -8,10 +8,10 @@ from itertools import permutations
 
 import numpy as np
 
-from training import captions, scenes
-from training.captions import parse_caption
-from training.render import render_scene
-from training.scenes import Scene, SceneObject
+from training.pictures import captions, scenes
+from training.pictures.captions import parse_caption
+from training.pictures.render import render_scene
+from training.pictures.scenes import Scene, SceneObject
 from training.score import detect_objects, score_image
 
 

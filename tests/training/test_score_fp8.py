@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from engine_builder.commands.main import app
 from engine_builder.quantization.record import CalibrationError
 from engine_builder.quantization.validation.stored import StoredValidation, read_report
 from engine_builder.quantization.validation.thresholds import Thresholds, violations
 from engine_builder.stores.store import open_writable_store
+from preheat.main import app
 from tests.support.repository import MODEL_FOLDER
 from training import score_fp8
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from tests.support.repository import MODEL_FOLDER
-from training import scenes, tokenizer
-from training.captions import describe_scene
-from training.dataset import encode_caption
+from training import tokenizer
+from training.pictures import scenes
+from training.pictures.captions import describe_scene
+from training.pictures.dataset import encode_caption
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.full

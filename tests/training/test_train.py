@@ -15,7 +15,7 @@ pytest.importorskip("diffusers")
 from safetensors.torch import load_file  # noqa: E402
 
 from tests.support.repository import REPOSITORY  # noqa: E402
-from training.dataset import ChunkWorkers  # noqa: E402
+from training.pictures.dataset import ChunkWorkers  # noqa: E402
 from training.run import PausedError, TrainingRun  # noqa: E402
 from training.settings import Settings, SettingsError, load_settings, settings_from_table  # noqa: E402
 from training.train import StageError, train  # noqa: E402

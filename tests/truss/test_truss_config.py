@@ -16,10 +16,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from engine_builder.benchmarks.rows import read_rows
-from engine_builder.local_server.server import Layout, build_context, lay_out
+from benchmarks.rows import read_rows
 from model.api.request import GenerationRequest
 from model.settings import Limits, read_settings
+from preheat.local_server.server import Layout, build_context, lay_out
 from tests.support.repository import REPOSITORY
 
 with warnings.catch_warnings(action="ignore"):  # truss's dependencies warn about each other
@@ -157,7 +157,19 @@ def test_image_has_all_of_model_and_no_other_code(layout: Layout) -> None:
     modules = {path.relative_to(REPOSITORY / "model") for path in (REPOSITORY / "model").rglob("*.py")}
     assert modules == {path.relative_to(layout.app / "model") for path in (layout.app / "model").rglob("*.py")}
     names = {part for path in layout.root.rglob("*") for part in path.relative_to(layout.root).parts}
-    assert not names & {"engine_builder", "training", "tests", "docs", ".git", ".venv", ".preheat", "tiny-sdxl"}
+    assert not names & {
+        "engine_builder",
+        "gateway",
+        "benchmarks",
+        "preheat",
+        "training",
+        "tests",
+        "docs",
+        ".git",
+        ".venv",
+        ".preheat",
+        "tiny-sdxl",
+    }
     assert not [path for path in layout.root.rglob("*") if path.suffix in (".safetensors", ".pt2", ".plan")]
 
 

@@ -18,11 +18,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine_builder.backends.aot_inductor.inductor_fixes import declared_int_arrays, descriptor_memory
 from engine_builder.backends.built import CompileError
+from engine_builder.kernels.fp8_conv import CONV_VERSION, has_quantized_convs
+from engine_builder.kernels.fp8_linear import LINEAR_VERSION
+from engine_builder.kernels.int8_linear import INT8_LINEAR_VERSION
+from engine_builder.kernels.low_rank_linear import LOW_RANK_VERSION
 from engine_builder.networks.bands import BANDS_VERSION
-from engine_builder.networks.fp8_conv import CONV_VERSION, has_quantized_convs
-from engine_builder.networks.fp8_linear import LINEAR_VERSION
-from engine_builder.networks.int8_linear import INT8_LINEAR_VERSION
-from engine_builder.networks.low_rank_linear import LOW_RANK_VERSION
 from engine_builder.networks.network import NETWORK_VERSION, Network, digest_json, library_versions, public_name
 from engine_builder.networks.vae import splits_scores
 from model.engines.aot_inductor.package import IDENTITY, Identity

@@ -18,7 +18,7 @@ from engine_builder.building.real_inputs import Inputs, fit_to_bucket
 from engine_builder.building.validate import InaccurateEngine, validate
 from engine_builder.networks.network import Network
 from engine_builder.stores.store import WritableStore
-from model.engines.aot_inductor.engine import AotInductorEngine
+from model.engines.aot_inductor.compiled_engine import AotInductorEngine
 from model.engines.aot_inductor.package import top_folder
 from model.engines.engine import Engine
 from model.errors import EngineError

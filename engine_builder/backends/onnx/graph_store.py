@@ -14,15 +14,15 @@ from safetensors.torch import save
 
 from engine_builder.backends.aot_inductor.compile import example_inputs
 from engine_builder.backends.built import BuiltRecord, ReportProgress, put_blob
-from engine_builder.backends.onnx.export import OnnxGraph, export_graph, graph_key, read_literals, write_model
+from engine_builder.backends.onnx.export_graph import OnnxGraph, export_graph, graph_key, read_literals, write_model
 from engine_builder.backends.onnx.opsets import OPSET
 from engine_builder.building.validate import InaccurateEngine, rounding_errors
 from engine_builder.building.weights import write_weights
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.files import make_folder
-from engine_builder.networks.check import check_model
 from engine_builder.networks.network import ModuleReader, Network, load_network
-from engine_builder.quantization.plan import Quantization
+from engine_builder.networks.network_check import check_model
+from engine_builder.quantization.quantization_plan import Quantization
 from engine_builder.stores.store import WritableStore
 from model.pipeline.spec import COMPONENTS, components_of, model_parts
 from model.store.manifest import Blob, WeightsRecord
@@ -131,7 +131,7 @@ def validate_graph(network: Network, graph: OnnxGraph) -> float:
 
     Raises InaccurateEngine.
     """
-    from engine_builder.backends.onnx.engine import OnnxEngine
+    from engine_builder.backends.onnx.onnx_engine import OnnxEngine
 
     engine = OnnxEngine(network.component, graph, network.signature, network.tensors())
     step = network.multiple or 8

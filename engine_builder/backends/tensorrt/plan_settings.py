@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from engine_builder.backends.aot_inductor.compile import sizes_of
-from engine_builder.backends.onnx.export import graph_key
-from engine_builder.backends.tensorrt.options import PlanOptions, Refit
+from engine_builder.backends.onnx.export_graph import graph_key
+from engine_builder.backends.tensorrt.plan_options import PlanOptions, Refit
 from engine_builder.networks.network import Network, digest_json
 from model.engines.shapes import shape_at
 from model.errors import PreheatError

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load, save_file
 
 from engine_builder.backends.built import BuiltEngines, BuiltRecord, ReportActivity, put_blob
-from engine_builder.backends.onnx.export import OnnxGraph, write_model
+from engine_builder.backends.onnx.export_graph import OnnxGraph, write_model
 from engine_builder.backends.onnx.graph_store import BuiltGraph, load_or_export_graph
-from engine_builder.backends.tensorrt.build import SerializedPlan, build_plan
-from engine_builder.backends.tensorrt.options import PlanOptions
+from engine_builder.backends.tensorrt.build_plans import SerializedPlan, build_plan
+from engine_builder.backends.tensorrt.plan_options import PlanOptions
 from engine_builder.backends.tensorrt.plan_settings import (
     check_build_memory,
     optimization_profiles,
@@ -29,8 +29,8 @@ from engine_builder.building.validate import InaccurateEngine, validate
 from engine_builder.building.weights import group_tensors
 from engine_builder.networks.network import Network
 from engine_builder.stores.store import WritableStore
-from model.engines.tensorrt.engine import TensorRTEngine, TensorRTPlan, Workspace, named_tensors
 from model.engines.tensorrt.libraries import import_library, require
+from model.engines.tensorrt.plan_engine import TensorRTEngine, TensorRTPlan, Workspace, named_tensors
 from model.errors import CorruptBlob, EngineError
 from model.loading.target import Target
 from model.store.manifest import Accuracy, Benchmark, Blob, Bucket, EngineRecord, WeightsRecord

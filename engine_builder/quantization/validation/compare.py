@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from engine_builder.quantization.validation.contact_sheet import MAX_PAIRS, PicturePair
+from engine_builder.quantization.validation.distances import NotComparable, perceptual_distance, psnr, sqnr
 from engine_builder.quantization.validation.layers import LayerError, comparing_layers
-from engine_builder.quantization.validation.metrics import NotComparable, perceptual_distance, psnr, sqnr
 from engine_builder.quantization.validation.report import CPU_SUFFIX, LayerResult, PromptResult, ValidationReport
 from model.engines.engine import EngineSet
 from model.engines.shapes import DTYPES
@@ -26,7 +26,7 @@ from model.errors import BrokenImage
 from model.images.encode import Pixels
 from model.pipeline.loaded_model import LoadedModel, make_loop
 from model.pipeline.params import GenerationParams
-from model.pipeline.plan import RequestPlan
+from model.pipeline.request_plan import RequestPlan
 from model.pipeline.runner import Runner
 from model.pipeline.spec import unets
 from model.pipeline.text_to_image import run_stages

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine_builder.networks.kernel_form import plain_operations
+from engine_builder.kernels.kernel_form import plain_operations
 from engine_builder.networks.network import public_name
-from engine_builder.quantization.validation.metrics import NotComparable, decibels, energies
+from engine_builder.quantization.validation.distances import NotComparable, decibels, energies
 
 
 @dataclass

@@ -41,8 +41,8 @@ from model.engines.signatures import KEYS_VALUES, control_input
 from model.errors import RequestRefused
 from model.pipeline.image_to_image import draw_latents, prepare_from_image
 from model.pipeline.params import Control, GenerationParams, Mask
-from model.pipeline.plan import RequestPlan, plan_request
 from model.pipeline.prompt import encode_prompt
+from model.pipeline.request_plan import RequestPlan, plan_request
 from model.pipeline.spec import BASE, UNET
 from model.store.manifest import Signature
 from model.validation import RANDOM_SEED, SEED_COUNT

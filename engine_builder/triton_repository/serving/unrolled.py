@@ -37,7 +37,7 @@ from model.errors import RequestRefused
 from model.images.encode import broken_image, to_levels
 from model.pipeline.decode import decode_latents
 from model.pipeline.spec import BASE, UNET
-from model.pipeline.weighted_prompt import plain_chunks
+from model.prompts.weighted_prompt import plain_chunks
 from model.store.manifest import Signature
 
 

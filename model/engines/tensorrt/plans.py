@@ -5,9 +5,9 @@ from collections.abc import Mapping
 
 import torch
 
-from model.engines.tensorrt.engine import TensorRTEngine, TensorRTPlan, Workspace, named_tensors
 from model.engines.tensorrt.execution import PlanError
 from model.engines.tensorrt.libraries import LIBRARIES
+from model.engines.tensorrt.plan_engine import TensorRTEngine, TensorRTPlan, Workspace, named_tensors
 from model.engines.tensorrt.runtime_caches import RuntimeCacheFolder
 from model.errors import CorruptBlob
 from model.store.manifest import Blob, EngineRecord

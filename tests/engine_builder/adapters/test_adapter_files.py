@@ -14,13 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine_builder.adapters.errors import FORMATS, BadAdapter
+from engine_builder.adapters.bad_adapter import FORMATS, BadAdapter
 from engine_builder.adapters.names import LayerNames
 from engine_builder.adapters.offline import read_merge
 from engine_builder.adapters.read import Factors, open_adapter, read_factors
 from engine_builder.checkpoints.folder import Checkpoint
-from engine_builder.commands.build_arguments import parse_plan
 from model.adapters.layers import Layer
+from preheat.commands.build_arguments import parse_plan
 from tests.support.adapters import CONVOLUTIONS, LINEARS, Delta, module_shapes, random_deltas, sgm_name
 from tests.support.repository import MODEL_FOLDER
 

@@ -14,7 +14,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 
-from engine_builder.adapters.errors import BadAdapter
+from engine_builder.adapters.bad_adapter import BadAdapter
 from engine_builder.adapters.options import NO_EFFECT, PEFT_OPTIONS, READ
 from engine_builder.adapters.read import AdapterFile, Factors, open_adapter, read_factors
 from model.adapters.layers import Layer

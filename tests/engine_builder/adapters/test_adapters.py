@@ -12,10 +12,9 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from engine_builder.adapters.add import add_adapter, release_layers
-from engine_builder.adapters.errors import BadAdapter
+from engine_builder.adapters.bad_adapter import BadAdapter
 from engine_builder.adapters.names import LayerNames
 from engine_builder.adapters.read import open_adapter, read_factors
-from engine_builder.commands import main as cli
 from engine_builder.releases.gc import named_blobs
 from engine_builder.releases.mirror import copy_adapter
 from engine_builder.releases.signing import public_key, read_key, write_key
@@ -24,6 +23,7 @@ from model.adapters.layers import Layer
 from model.errors import AdapterError, AdapterExists, AdapterNotFound, ManifestError, UntrustedRelease
 from model.store.adapter_record import parse_adapter
 from model.store.signature import check_signature
+from preheat import main as cli
 from tests.conftest import Opener
 from tests.support.adapters import LINEARS, module_shapes, random_deltas, write_adapter
 from tests.support.repository import MODEL_FOLDER

@@ -29,9 +29,6 @@ from engine_builder.building.build import build, fingerprint
 from engine_builder.building.build_plan import BuildPlan, Size, SizesRefused, default_sizes
 from engine_builder.building.validate import InaccurateEngine, validate
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
-from engine_builder.commands.build import run_build
-from engine_builder.commands.build_arguments import parse_plan
-from engine_builder.commands.main import app
 from engine_builder.networks.network import NETWORK_VERSION, Network, load_network
 from engine_builder.releases.publish import publish
 from engine_builder.stores.store import WritableStore, open_writable_store
@@ -45,6 +42,9 @@ from model.pipeline.spec import REFINER_TEXT_ENCODER_2, TEXT_ENCODER_2
 from model.pipeline.text_to_image import generate
 from model.store.manifest import Bucket, Manifest, Signature
 from model.store.precision import BF16, FP16, FP32
+from preheat.commands.build import run_build
+from preheat.commands.build_arguments import parse_plan
+from preheat.main import app
 from tests.engine_builder.helpers import (
     PlanOf,
     edit_json,

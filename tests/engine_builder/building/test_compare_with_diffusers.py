@@ -22,7 +22,7 @@ from engine_builder.building.counterparts import LIMITS
 from engine_builder.building.diffusers_pipeline import texts
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointConfig, CheckpointError, IpAdapterFiles
 from engine_builder.checkpoints.release_settings import read_model_facts
-from engine_builder.networks import check
+from engine_builder.networks import network_check as check
 from engine_builder.networks.config_rules import RULES, UNCHECKED, check_config, rules_of
 from engine_builder.stores.store import open_writable_store
 from model.loading.target import Target

@@ -20,11 +20,10 @@ from engine_builder.building import build as build_module
 from engine_builder.building.build import BuildResult, build
 from engine_builder.building.build_plan import BuildPlan, Size, SizesRefused
 from engine_builder.checkpoints.folder import Checkpoint
-from engine_builder.commands.build_report import _vae_remark
-from engine_builder.networks.fp8_conv import CONV_VERSION
+from engine_builder.kernels.fp8_conv import CONV_VERSION
 from engine_builder.networks.network import ModuleReader
-from engine_builder.quantization.plan import Quantization, plan_quantization
 from engine_builder.quantization.policy import BadPolicy, Policy
+from engine_builder.quantization.quantization_plan import Quantization, plan_quantization
 from engine_builder.quantization.record import CalibrationError
 from engine_builder.releases.publish import MissingFp16Engines, check_fp16_steps, merge_drafts, read_drafts
 from engine_builder.stores.store import WritableStore, open_writable_store
@@ -44,6 +43,7 @@ from model.settings import ServedPrecision
 from model.store.manifest import EngineRecord, Fp16Steps, Manifest
 from model.store.manifest_json import parse_constants
 from model.store.precision import FP8, FP16, FP32, INT8, Precision
+from preheat.commands.build_report import _vae_remark
 from tests.engine_builder.helpers import edit_json, folder_of
 from tests.support.quantization import run
 

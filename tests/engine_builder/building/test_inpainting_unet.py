@@ -14,7 +14,7 @@ from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan
 from engine_builder.building.eager_model import load_eager_model
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
-from engine_builder.networks.check import check_model
+from engine_builder.networks.network_check import check_model
 from engine_builder.releases.publish import publish
 from engine_builder.stores.local import WritableLocalStore
 from engine_builder.stores.store import WritableStore

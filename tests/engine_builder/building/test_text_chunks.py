@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan, Size
-from engine_builder.commands.main import app
 from engine_builder.networks.network import load_network
 from engine_builder.releases.publish import publish
 from engine_builder.stores.local import WritableLocalStore
@@ -24,6 +23,7 @@ from model.loading.target import detect_targets
 from model.pipeline.spec import UNET
 from model.pipeline.text_to_image import generate
 from model.store.precision import FP32
+from preheat.main import app
 
 pytestmark = pytest.mark.usefixtures("uncompiled_builds")
 

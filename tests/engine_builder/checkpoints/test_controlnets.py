@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from engine_builder.checkpoints.controlnet import parse_controlnet
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
-from engine_builder.commands.main import app
-from engine_builder.networks.check import check_model
 from engine_builder.networks.controlnet import components_of_controlnets
 from engine_builder.networks.network import Network, load_network
+from engine_builder.networks.network_check import check_model
 from model.store.precision import FP32
+from preheat.main import app
 from tests.support import controlnets, toy_sd
 from tests.support.repository import MODEL_FOLDER
 

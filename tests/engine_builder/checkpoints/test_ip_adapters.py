@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError, IpAdapterFiles
 from engine_builder.checkpoints.ip_adapter import parse_ip_adapters
 from engine_builder.checkpoints.random_models import IP_ADAPTER_KINDS, ip_adapter_shapes
-from engine_builder.commands.main import app
-from engine_builder.networks.check import check_model
 from engine_builder.networks.network import Network, load_network
+from engine_builder.networks.network_check import check_model
 from model.engines.signatures import IMAGE_BIAS, IMAGE_KEYS, image_slots
 from model.store.precision import FP16, FP32
+from preheat.main import app
 from tests.support import ip_adapters, toy_sd
 from tests.support.repository import MODEL_FOLDER
 

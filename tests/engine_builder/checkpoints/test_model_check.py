@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 from engine_builder.building.build import build
 from engine_builder.checkpoints.find import find_checkpoints
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
-from engine_builder.commands.main import app
-from engine_builder.networks.check import check_model
+from engine_builder.networks.network_check import check_model
 from engine_builder.stores.store import open_writable_store
+from preheat.main import app
 from tests.engine_builder.helpers import PlanOf, drop_json_key, edit_json, edit_weights
 from tests.support.repository import MODEL_FOLDER
 

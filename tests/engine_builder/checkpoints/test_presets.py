@@ -17,8 +17,7 @@ from engine_builder.checkpoints.find import find_checkpoints
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
 from engine_builder.checkpoints.presets import PRESETS
 from engine_builder.checkpoints.release_settings import read_model_facts, read_noise_schedules, read_release_defaults
-from engine_builder.commands.main import app
-from engine_builder.networks.check import check_model
+from engine_builder.networks.network_check import check_model
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.api.request import GenerationRequest
 from model.api.resolve import resolve
@@ -27,6 +26,7 @@ from model.loading.served import read_defaults
 from model.pipeline.spec import VAE_DECODER, VAE_ENCODER
 from model.pipeline.text_to_image import generate
 from model.store.precision import FP16, FP32
+from preheat.main import app
 from tests.engine_builder.helpers import drop_json_key, edit_json
 from tests.support import toy_sd, toy_sdxl
 from tests.support.images import largest_difference

@@ -13,9 +13,9 @@ from engine_builder.building.band_engine import BandEngine
 from engine_builder.building.build_plan import BuildPlan, Size, SizesRefused
 from engine_builder.building.eager_engine import EagerEngine
 from engine_builder.checkpoints.folder import Checkpoint
-from engine_builder.networks.kernel_form import plain_operations
+from engine_builder.kernels.kernel_form import plain_operations
+from engine_builder.kernels.winograd import WinogradConv
 from engine_builder.networks.network import ModuleReader, Network, load_network
-from engine_builder.networks.winograd import WinogradConv
 from model.engines import row_exchange
 from model.errors import EngineError
 from model.pipeline.spec import UNET

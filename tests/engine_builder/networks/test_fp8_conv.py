@@ -6,12 +6,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from engine_builder.backends.aot_inductor.compile import build_target, dynamic_bucket, engine_key
-from engine_builder.backends.onnx.export import graph_key
+from engine_builder.backends.onnx.export_graph import graph_key
 from engine_builder.checkpoints.folder import Checkpoint
+from engine_builder.kernels.fp8_conv import QuantizedConv, can_quantize_conv, quantize_conv
+from engine_builder.kernels.winograd import WinogradConv
 from engine_builder.networks import blocks
-from engine_builder.networks.fp8_conv import QuantizedConv, can_quantize_conv, quantize_conv
 from engine_builder.networks.network import Network, load_network
-from engine_builder.networks.winograd import WinogradConv
 from engine_builder.quantization.policy import BadPolicy, Policy
 from engine_builder.quantization.quantize import quantize_network
 from engine_builder.quantization.ranges import InputRange
@@ -178,7 +178,7 @@ def test_code_version_is_part_of_keys_of_such_networks_only(
 
     before = keys()
     monkeypatch.setattr("engine_builder.backends.aot_inductor.compile.CONV_VERSION", 99)
-    monkeypatch.setattr("engine_builder.backends.onnx.export.CONV_VERSION", 99)
+    monkeypatch.setattr("engine_builder.backends.onnx.export_graph.CONV_VERSION", 99)
     after = keys()
     assert before[:2] == after[:2]
     assert before[2][0] != after[2][0] and before[2][1] != after[2][1]

@@ -11,12 +11,12 @@ from torch import nn
 
 from engine_builder.backends.aot_inductor.compile import dynamic_bucket, engine_key
 from engine_builder.checkpoints.folder import Checkpoint
+from engine_builder.kernels.fp8_linear import can_quantize
+from engine_builder.kernels.int8_linear import Int8Linear, quantize_linear, smoothing_scales
 from engine_builder.networks import blocks
-from engine_builder.networks.fp8_linear import can_quantize
-from engine_builder.networks.int8_linear import Int8Linear, quantize_linear, smoothing_scales
 from engine_builder.networks.network import load_network, public_name
-from engine_builder.quantization.plan import Quantization
 from engine_builder.quantization.policy import DEFAULTS, BadPolicy, Policy
+from engine_builder.quantization.quantization_plan import Quantization
 from engine_builder.quantization.quantize import quantize_network
 from model.errors import AdapterError
 from model.loading.adapters import read_adapters

@@ -16,15 +16,16 @@ from safetensors import safe_open
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 from engine_builder.backends.aot_inductor.compile import dynamic_bucket, engine_key, example_inputs, static_bucket
-from engine_builder.backends.tensorrt.options import PlanOptions
+from engine_builder.backends.tensorrt.plan_options import PlanOptions
 from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan, Size
 from engine_builder.building.validate import validate
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError, variant_of
-from engine_builder.networks import blocks, winograd
+from engine_builder.kernels import winograd
+from engine_builder.kernels.winograd import WinogradConv
+from engine_builder.networks import blocks
 from engine_builder.networks.blocks import channels_last_group_norm, subpixel_upsample, upsample
 from engine_builder.networks.network import ModuleReader, load_network
-from engine_builder.networks.winograd import WinogradConv
 from engine_builder.stores.store import open_writable_store
 from model.loading.target import Target
 from model.pipeline import spec

@@ -11,12 +11,12 @@ from engine_builder.building import validate as validation
 from engine_builder.building.eager_engine import EagerEngine
 from engine_builder.building.validate import InaccurateEngine, tolerance, validate
 from engine_builder.checkpoints.folder import Checkpoint
-from engine_builder.networks.fp8_conv import QuantizedConv, quantize_conv
-from engine_builder.networks.fp8_linear import quantize_linear
-from engine_builder.networks.int8_linear import quantize_linear as quantize_to_int8
-from engine_builder.networks.kernel_form import plain_operations
+from engine_builder.kernels.fp8_conv import QuantizedConv, quantize_conv
+from engine_builder.kernels.fp8_linear import quantize_linear
+from engine_builder.kernels.int8_linear import quantize_linear as quantize_to_int8
+from engine_builder.kernels.kernel_form import plain_operations
+from engine_builder.kernels.rounding import unrounded_inputs
 from engine_builder.networks.network import Network, load_network
-from engine_builder.networks.rounding import unrounded_inputs
 from engine_builder.quantization.policy import Policy
 from engine_builder.quantization.quantize import quantize_network
 from model.store.manifest import Bucket, Span

@@ -12,7 +12,6 @@ from torch import nn
 
 from engine_builder.backends.built import put_blob
 from engine_builder.checkpoints.folder import Checkpoint
-from engine_builder.commands.calibrate import PROMPTS
 from engine_builder.networks.network import load_network
 from engine_builder.quantization.calibrate import CalibrationPlan, calibrate, digest_weights, observing, read_prompts
 from engine_builder.quantization.ranges import BINS, InputRange, bins_of, to_e4m3
@@ -30,6 +29,7 @@ from engine_builder.stores.store import WritableStore, open_writable_store
 from engine_builder.stores.writing import record_key
 from model.store.precision import FP32
 from model.weights.fp8 import E4M3_MAX
+from preheat.commands.calibrate import PROMPTS
 from tests.engine_builder.helpers import edit_weights, folder_of, perturb
 from tests.support.quantization import observed, run, unet_inputs
 from tests.support.repository import MODEL_FOLDER, REPOSITORY

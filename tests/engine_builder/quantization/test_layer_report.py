@@ -9,13 +9,13 @@ from torch import nn
 
 from engine_builder.backends.aot_inductor.compile import example_inputs
 from engine_builder.checkpoints.folder import Checkpoint
-from engine_builder.networks.fp8_conv import QuantizedConv, quantize_conv
-from engine_builder.networks.fp8_linear import QuantizedLinear, quantize_linear
-from engine_builder.networks.kernel_form import plain_operations
+from engine_builder.kernels.fp8_conv import QuantizedConv, quantize_conv
+from engine_builder.kernels.fp8_linear import QuantizedLinear, quantize_linear
+from engine_builder.kernels.kernel_form import plain_operations
 from engine_builder.networks.network import load_network
 from engine_builder.quantization.layer_report import LayerGain, gains_table, measure_gains, time_products
-from engine_builder.quantization.plan import Quantization
 from engine_builder.quantization.policy import Policy
+from engine_builder.quantization.quantization_plan import Quantization
 from engine_builder.quantization.quantize import QuantizedLayer
 from model.store.precision import FP16
 from tests.support.quantization import ranges_of

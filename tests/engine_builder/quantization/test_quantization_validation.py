@@ -27,8 +27,8 @@ from engine_builder.quantization.validation.compare import (
     validation_requests,
 )
 from engine_builder.quantization.validation.contact_sheet import MAX_PAIRS, SIDE, PicturePair, contact_sheet
+from engine_builder.quantization.validation.distances import NotComparable, perceptual_distance, psnr, sqnr
 from engine_builder.quantization.validation.layers import comparing_layers
-from engine_builder.quantization.validation.metrics import NotComparable, perceptual_distance, psnr, sqnr
 from engine_builder.quantization.validation.report import LayerResult, PromptResult, ValidationReport, describe
 from engine_builder.quantization.validation.thresholds import BadThresholds, Thresholds, violations
 from model.errors import BrokenImage

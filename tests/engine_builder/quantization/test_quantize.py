@@ -11,9 +11,9 @@ from torch import nn
 
 from engine_builder.backends.aot_inductor import compile as compiler
 from engine_builder.checkpoints.folder import Checkpoint
-from engine_builder.networks.fp8_linear import QuantizedLinear, can_quantize, quantize_linear
+from engine_builder.kernels.fp8_linear import QuantizedLinear, can_quantize, quantize_linear
 from engine_builder.networks.network import Network, load_network, public_name
-from engine_builder.quantization.check import Fp8Unsupported, Int8Unsupported, check_target
+from engine_builder.quantization.picture_check import Fp8Unsupported, Int8Unsupported, check_target
 from engine_builder.quantization.policy import BadPolicy, Policy
 from engine_builder.quantization.quantize import quantize_network
 from engine_builder.quantization.ranges import InputRange

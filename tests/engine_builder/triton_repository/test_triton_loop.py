@@ -17,13 +17,9 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from engine_builder.commands.main import app
-from engine_builder.local_server.client import CallFailed
 from engine_builder.stores.store import WritableStore
-from engine_builder.triton_repository import client
-from engine_builder.triton_repository.client import Protocol
-from engine_builder.triton_repository.export import RepositoryError, read_releases, write_repository
 from engine_builder.triton_repository.loop_model import GENERATE_LOOP, REQUEST, loop_model
+from engine_builder.triton_repository.write_repository import RepositoryError, read_releases, write_repository
 from model.api.body_limit import MAX_BODY_BYTES
 from model.api.images import resolve_with_images
 from model.api.request import GenerationRequest
@@ -32,6 +28,10 @@ from model.cold_start import ColdStart
 from model.loading.load import Loaded, load_release
 from model.loading.target import detect_targets
 from model.pipeline.text_to_image import generate
+from preheat.local_server import triton_client as client
+from preheat.local_server.client import CallFailed
+from preheat.local_server.triton_client import Protocol
+from preheat.main import app
 from tests.support.triton_server import TritonServer, export, require_triton_client
 
 STEPS = 4

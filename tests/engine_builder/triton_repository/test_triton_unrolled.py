@@ -15,18 +15,18 @@ from numpy.typing import NDArray
 from PIL import Image
 from typer.testing import CliRunner
 
-from engine_builder.commands.main import app
-from engine_builder.local_server.client import CallFailed
 from engine_builder.stores.store import WritableStore
-from engine_builder.triton_repository.client import Protocol, generate_pixels
-from engine_builder.triton_repository.export import RepositoryError, read_releases
 from engine_builder.triton_repository.unrolled import shortest_decimal, unrolled_repository
+from engine_builder.triton_repository.write_repository import RepositoryError, read_releases
 from model.api.images import resolve_with_images
 from model.api.request import GenerationRequest
 from model.cold_start import ColdStart
 from model.loading.load import Loaded, load_release
 from model.loading.target import detect_targets
 from model.pipeline.text_to_image import generate
+from preheat.local_server.client import CallFailed
+from preheat.local_server.triton_client import Protocol, generate_pixels
+from preheat.main import app
 from tests.support.triton_server import TritonServer, export
 
 STEPS = 4

@@ -23,7 +23,7 @@ from model.loading.load import Loaded, load_release
 from model.loading.target import detect_targets
 from model.loading.warmup import warm_up
 from model.pipeline.params import GenerationParams, Mask
-from model.pipeline.plan import plan_request
+from model.pipeline.request_plan import plan_request
 from model.pipeline.runner import Runner
 from model.pipeline.spec import UNET, UNET_LORA
 from model.pipeline.text_to_image import generate

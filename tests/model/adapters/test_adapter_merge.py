@@ -9,8 +9,8 @@ import pytest
 import torch
 from diffusers import UNet2DConditionModel
 
-from engine_builder.networks.fp8_conv import can_quantize_conv, quantize_conv
-from engine_builder.networks.fp8_linear import quantize_linear
+from engine_builder.kernels.fp8_conv import can_quantize_conv, quantize_conv
+from engine_builder.kernels.fp8_linear import quantize_linear
 from engine_builder.networks.network import public_name
 from engine_builder.networks.unet import UnetNetwork, UnetTextNetwork, UnetTimeNetwork
 from model.adapters.layers import find_layers

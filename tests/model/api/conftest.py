@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from engine_builder.local_server.server import Server
+from preheat.local_server.server import Server
 from tests.support.predictions import http_client
 
 

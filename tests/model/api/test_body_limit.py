@@ -15,10 +15,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope
 
-from engine_builder.local_server.server import Server
 from model.api.body_limit import CLIENT, MAX_BODY_BYTES, SMALL_BODY_BYTES, BodyLimit, BodyLimits
 from model.api.service import STATUS
 from model.errors import PreheatError
+from preheat.local_server.server import Server
 from tests.support.predictions import PREDICT_PATH
 from tests.support.waiting import TIMEOUT_SECONDS
 

@@ -23,7 +23,7 @@ from model.images.inputs import read_image
 from model.images.postprocess import feather
 from model.loading.served import Defaults, ServedModel, SizeList
 from model.pipeline.params import REPAINTED_LEVEL, GenerationParams
-from model.pipeline.plan import plan_request
+from model.pipeline.request_plan import plan_request
 from tests.support.images import file_of
 from tests.support.linear_networks import linear_model
 from tests.support.odd_images import chunk

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from engine_builder.local_server.server import Server
+from preheat.local_server.server import Server
 from tests.support.images import Pixels, file_of, open_image, pixels
 from tests.support.predictions import PREDICT_PATH, SMALL, TIMEOUT_SECONDS, post, predict
 from tests.support.repository import REPOSITORY
@@ -75,7 +75,7 @@ def test_example_of_the_reference_works(language: str, code: str, server: Server
     for name, levels in (("photo", photo()), ("left", square(0, 20)), ("right", square(40, 60))):
         Image.fromarray(levels).save(tmp_path / f"{name}.png")
     code = code.replace("http://127.0.0.1:8080", server.url)
-    code = code.replace(".venv/bin/preheat generate", f"{sys.executable} -m engine_builder.commands.main generate "
+    code = code.replace(".venv/bin/preheat generate", f"{sys.executable} -m preheat generate "
                         f"--url {server.url}")  # fmt: skip
     ran = subprocess.run(
         command_of(language, code, server.url), cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPOSITORY)},

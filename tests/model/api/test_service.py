@@ -20,8 +20,6 @@ import pytest
 from prometheus_client import REGISTRY
 from starlette.requests import Request
 
-from engine_builder.local_server.client import CallFailed, generate
-from engine_builder.local_server.server import Layout, Server
 from model.api.images import Part, UndecodedRequest
 from model.api.request import GenerationRequest
 from model.api.resolve import resolve
@@ -32,11 +30,13 @@ from model.loading.served import Defaults, ServedModel, SizeList
 from model.pipeline import spec
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import GenerationParams
-from model.pipeline.plan import RequestPlan
+from model.pipeline.request_plan import RequestPlan
 from model.pipeline.runner import Runner
 from model.scheduling.scheduler import Scheduler
 from model.settings import Limits
 from model.store.store import Store
+from preheat.local_server.client import CallFailed, generate
+from preheat.local_server.server import Layout, Server
 from tests.conftest import READY_SECONDS
 from tests.support.images import largest_difference, open_image, pixels
 from tests.support.in_process import serve_in_process

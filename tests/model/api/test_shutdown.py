@@ -16,8 +16,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Scope
 
-from engine_builder.gateway.errors import ApiError
-from engine_builder.gateway.request_end import until_shutdown
+from gateway.errors import ApiError
+from gateway.request_end import until_shutdown
 from model.api.body_limit import BodyLimit, BodyLimits
 from model.api.shutdown import GracefulShutdown, wait_for_end
 from model.errors import PreheatError, Unavailable

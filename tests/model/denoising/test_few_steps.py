@@ -12,7 +12,7 @@ import pytest
 import torch
 from diffusers import StableDiffusionXLPipeline
 
-from engine_builder.backends.onnx.export import export_graph
+from engine_builder.backends.onnx.export_graph import export_graph
 from engine_builder.backends.onnx.graph_store import validate_graph
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
 from engine_builder.checkpoints.release_settings import read_model_facts, read_noise_schedules, read_release_defaults

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from engine_builder.building.eager_engine import EagerEngine
+from model.engines.aot_inductor.compiled_engine import AotInductorEngine
 from model.engines.aot_inductor.cpu_container import Container
-from model.engines.aot_inductor.engine import AotInductorEngine
 from model.engines.engine import EngineSet
 from model.errors import EngineError
 from model.store.manifest import Bucket, Signature, Span, TensorSpec

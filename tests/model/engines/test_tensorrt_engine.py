@@ -15,7 +15,6 @@ from onnx import TensorProto
 
 from model.engines.engine import EngineSet
 from model.engines.tensorrt import libraries
-from model.engines.tensorrt.engine import TensorRTEngine, TensorRTPlan, Workspace, named_tensors
 from model.engines.tensorrt.execution import PlanError
 from model.engines.tensorrt.libraries import (
     LIBRARIES,
@@ -28,6 +27,7 @@ from model.engines.tensorrt.libraries import (
     installed_version,
     require,
 )
+from model.engines.tensorrt.plan_engine import TensorRTEngine, TensorRTPlan, Workspace, named_tensors
 from model.errors import EngineError
 from model.store.manifest import Bucket, Signature, Span, TensorSpec
 from tests.support.fake_tensorrt import (

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from engine_builder.local_server.server import Server
 from model.images.encode import encode
 from model.images.metadata import MAX_JPEG_BYTES, read_text
+from preheat.local_server.server import Server
 from tests.support.images import file_of, largest_difference, open_image, pixels
 from tests.support.predictions import SMALL, http_client, post, predict
 

@@ -4,8 +4,8 @@ import pytest
 
 from engine_builder.checkpoints.tokenizers import export_tokenizer
 from model.errors import MissingComponent
-from model.pipeline.tokenizer import ClipTokenizer
-from model.pipeline.weighted_prompt import Chunks, plain_chunks, weighted_chunks
+from model.prompts.tokenizer import ClipTokenizer
+from model.prompts.weighted_prompt import Chunks, plain_chunks, weighted_chunks
 from model.validation import MAX_EMBEDDING_ROWS
 from tests.support.repository import MODEL_FOLDER
 

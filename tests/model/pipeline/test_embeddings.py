@@ -15,7 +15,6 @@ from typer.testing import CliRunner, Result
 
 from engine_builder.backends.built import put_blob
 from engine_builder.checkpoints.folder import Checkpoint
-from engine_builder.commands.main import app
 from engine_builder.embeddings.add import add_embeddings, parse_embeddings
 from engine_builder.embeddings.read import BadEmbedding, read_embedding
 from engine_builder.releases.signing import public_key
@@ -23,6 +22,7 @@ from engine_builder.stores.store import WritableStore, open_writable_store
 from model.loading.load import Loaded
 from model.loading.target import Target
 from model.pipeline.text_to_image import generate
+from preheat.main import app
 from tests.support.adapters import copy_store
 from tests.support.parity import check_all_differ, check_images, image_of, load, params_of, publish
 from tests.support.reference import Reference

@@ -9,12 +9,12 @@ import httpx
 import numpy as np
 import pytest
 
-from engine_builder.local_server.server import Server
 from model.denoising.sampler_names import SAMPLERS
 from model.images.encode import Pixels
 from model.images.postprocess import feather
 from model.loading.load import Loaded
 from model.pipeline.params import GenerationParams
+from preheat.local_server.server import Server
 from tests.support import parity
 from tests.support.images import largest_difference, pixels
 from tests.support.parity import TOLERANCE, box, image_of, params_of, request_of

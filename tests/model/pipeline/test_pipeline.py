@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from engine_builder.stores.store import WritableStore
 from model.adapters.library import AdapterLibrary
-from model.engines.aot_inductor.engine import AotInductorEngine
+from model.engines.aot_inductor.compiled_engine import AotInductorEngine
 from model.engines.engine import EngineSet
 from model.errors import BrokenImage, OverflowingRequest
 from model.loading.load import Loaded

@@ -4,8 +4,8 @@ from typing import Literal
 
 import pytest
 
-from model.pipeline.prompt_warnings import prompt_warnings
-from model.pipeline.weighted_prompt import Chunks
+from model.prompts.prompt_warnings import prompt_warnings
+from model.prompts.weighted_prompt import Chunks
 
 Syntax = Literal["plain", "weighted"]
 SYNTAXES: tuple[Syntax, ...] = ("plain", "weighted")

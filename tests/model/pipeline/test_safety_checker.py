@@ -17,8 +17,8 @@ from torch.nn.functional import normalize
 
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
 from engine_builder.checkpoints.safety_checker import find_safety_checker
-from engine_builder.networks.check import check_model
 from engine_builder.networks.network import load_network
+from engine_builder.networks.network_check import check_model
 from engine_builder.stores.store import WritableStore
 from model.errors import MissingComponent
 from model.images.clip_input import DEVIATION, clip_input

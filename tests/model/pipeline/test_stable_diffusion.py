@@ -13,16 +13,15 @@ from typer.testing import CliRunner
 
 from engine_builder.adapters.add import add_adapter
 from engine_builder.backends.aot_inductor.compile import dynamic_bucket, engine_key
-from engine_builder.backends.onnx.export import export_graph
+from engine_builder.backends.onnx.export_graph import export_graph
 from engine_builder.backends.onnx.graph_store import validate_graph
 from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan
 from engine_builder.building.eager_model import load_eager_model
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
 from engine_builder.checkpoints.release_settings import read_model_facts, read_noise_schedules, read_release_defaults
-from engine_builder.commands.main import app
-from engine_builder.networks.check import check_model
 from engine_builder.networks.network import load_network
+from engine_builder.networks.network_check import check_model
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.denoising.sampler_names import SAMPLERS
 from model.errors import RequestRefused
@@ -33,6 +32,7 @@ from model.loading.target import Target
 from model.pipeline import spec
 from model.pipeline.loaded_model import LoadedModel
 from model.store.precision import FP16, FP32
+from preheat.main import app
 from tests.engine_builder.helpers import edit_json
 from tests.support import parity, toy_sd
 from tests.support.adapters import LINEARS, STYLES, Style, copy_store, module_shapes, random_deltas, write_adapter

@@ -10,8 +10,8 @@ from transformers import CLIPTokenizer
 
 from engine_builder.checkpoints.tokenizers import export_tokenizer
 from model.errors import MissingComponent
-from model.pipeline.tokenizer import ClipTokenizer, TokenizerSettings
-from model.pipeline.weighted_prompt import plain_chunks
+from model.prompts.tokenizer import ClipTokenizer, TokenizerSettings
+from model.prompts.weighted_prompt import plain_chunks
 from tests.engine_builder.helpers import edit_json
 from tests.support.repository import MODEL_FOLDER
 

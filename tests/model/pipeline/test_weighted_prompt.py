@@ -21,9 +21,9 @@ from model.errors import RequestRefused
 from model.loading.load import Loaded
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import GenerationParams
-from model.pipeline.plan import plan_request
+from model.pipeline.request_plan import plan_request
 from model.pipeline.text_to_image import generate
-from model.pipeline.weighted_prompt import parse_weights, weighted_chunks
+from model.prompts.weighted_prompt import parse_weights, weighted_chunks
 from model.store.precision import FP32
 from tests.support.images import largest_difference
 from tests.support.parity import TOLERANCE, check_all_differ, image_of, params_of

@@ -11,7 +11,6 @@ import numpy as np
 import psutil
 import pytest
 
-from engine_builder.local_server.server import Layout, Server
 from engine_builder.stores.store import WritableStore
 from model.cold_start import ColdStart
 from model.denoising.sampler_names import SAMPLERS
@@ -26,6 +25,7 @@ from model.ranks.lead import Followers
 from model.scheduling.job import GenerationResult
 from model.scheduling.scheduler import Scheduler
 from model.settings import Limits, Settings
+from preheat.local_server.server import Layout, Server
 from tests.support.images import largest_difference, pixels
 from tests.support.predictions import PREDICT_PATH, http_client
 from tests.support.ranks import BAND_RELEASE, BANDS, SIDE, assert_equal, params, ranked

@@ -18,15 +18,15 @@ from typing import Any
 import pytest
 import yaml
 
-from engine_builder.local_server.client import generate
-from engine_builder.local_server.demo import cold_start_phases
-from engine_builder.local_server.server import Layout, Server, ServerFailed, build_context, lay_out
 from engine_builder.releases.mirror import copy_release
 from engine_builder.stores.local import WritableLocalStore
 from engine_builder.stores.s3_uploads import UPLOAD_PART_BYTES
 from model.errors import CorruptBlob, ManifestError, StoreError
 from model.store.manifest import Blob
 from model.store.store import Store
+from preheat.local_server.client import generate
+from preheat.local_server.demo import cold_start_phases
+from preheat.local_server.server import Layout, Server, ServerFailed, build_context, lay_out
 from tests.conftest import READY_SECONDS, Opener
 from tests.model.store.processes import python
 from tests.support import object_store as ceph

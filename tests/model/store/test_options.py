@@ -8,11 +8,11 @@ from typing import Any, NoReturn
 
 import pytest
 
-from engine_builder.commands.console import open_cli_store
 from model.errors import StoreError
 from model.settings import plain_secrets, read_settings
 from model.store.options import StoreOptions
 from model.store.store import open_store
+from preheat.console import open_cli_store
 
 
 class SecretNotFound(Exception):

@@ -12,7 +12,6 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from typer.testing import CliRunner
 
-from engine_builder.commands import main as cli
 from engine_builder.releases import signing
 from engine_builder.releases.mirror import copy_release
 from engine_builder.releases.publish import publish
@@ -23,6 +22,7 @@ from model.settings import read_settings
 from model.store.manifest import SCHEMA_VERSION, Manifest
 from model.store.manifest_json import parse_manifest
 from model.store.signature import PublicKey, check_signature
+from preheat import main as cli
 from tests.support import releases
 from tests.support.releases import RELEASE_NAME
 

@@ -13,9 +13,9 @@ import httpx
 import psutil
 import pytest
 
-from engine_builder.local_server.server import Layout, Server
 from engine_builder.stores.store import WritableStore
 from model.workers.process import METRICS_SECONDS
+from preheat.local_server.server import Layout, Server
 from tests.conftest import READY_SECONDS
 from tests.support.images import largest_difference, pixels
 from tests.support.predictions import PREDICT_PATH, http_client

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from engine_builder.backends.tensorrt.options import InvalidOption
-from engine_builder.commands.main import app
+from engine_builder.backends.tensorrt.plan_options import InvalidOption
 from engine_builder.gpus import UnknownGpu
 from model.errors import PreheatError
+from preheat.main import app
 from tests.support.repository import MODEL_FOLDER
 
 OPTIONAL = ("tensorrt", "tensorrt_rtx_bindings", "tritonclient", "triton", "cuda", "onnx", "onnxruntime", "onnxscript")

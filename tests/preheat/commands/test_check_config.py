@@ -11,11 +11,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from typer.testing import CliRunner
 
 from engine_builder.adapters.add import add_adapter
-from engine_builder.commands.main import app
 from engine_builder.releases.mirror import copy_release
 from engine_builder.releases.signing import public_key, sign
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.store.manifest import EngineRecord, Manifest, Span, TensorRTPlan
+from preheat.main import app
 from tests.conftest import Opener
 from tests.support import object_store as ceph
 from tests.support.adapter_model import put_adapter

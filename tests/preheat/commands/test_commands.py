@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from engine_builder.commands.main import PROGRAM, app
-from engine_builder.commands.request_options import FIELD_OPTIONS, OTHER_OPTIONS
 from engine_builder.files import write_file
 from model.api.request import ControlRequest, GenerationRequest, IpAdapterRequest, LoraRequest, MaskRequest
+from preheat.commands.request_options import FIELD_OPTIONS, OTHER_OPTIONS
+from preheat.main import PROGRAM, app
 from tests.model.store.processes import finish, own_mounts, python
 from tests.support import commands, odd_files
 from tests.support.commands import Invocation, command_tree
@@ -302,7 +302,7 @@ def test_reports_a_full_disk_in_one_line(args: list[str], sandbox: Path) -> None
     (sandbox / "work" / "store").mkdir()
     with open("/dev/full", "wb") as full:
         ran = subprocess.run(
-            [sys.executable, "-m", "engine_builder.commands.main", *args],
+            [sys.executable, "-m", "preheat", *args],
             cwd=sandbox / "work",
             env=commands.environment(sandbox),
             stdout=full,
@@ -378,7 +378,7 @@ def test_command_ends_although_the_interpreter_would_hang() -> None:
     """With NCCL in a process, the interpreter may hang at its end. Output and exit code are kept."""
     script = """
 import atexit, sys, time
-from engine_builder.commands import main
+from preheat import main
 from model.child_process import mark_hanging_exit
 atexit.register(time.sleep, 600)
 def app(prog_name):
@@ -396,7 +396,7 @@ main.main()
 def test_list_of_commands_needs_neither_torch_nor_a_server() -> None:
     script = """
 import sys
-from engine_builder.commands.main import app
+from preheat.main import app
 try:
     app(sys.argv[1:], prog_name="preheat")
 except SystemExit:

@@ -202,7 +202,7 @@ def test_no_process_ends_in_a_traceback(names: Sequence[str], sandbox: Path, fil
     problems = []
     for case in by_command.values():
         ran = subprocess.run(
-            [sys.executable, "-m", "engine_builder.commands.main", *map(os.fsencode, case.args)],
+            [sys.executable, "-m", "preheat", *map(os.fsencode, case.args)],
             input=case.stdin,
             cwd=sandbox / "work",
             env=commands.environment(sandbox),

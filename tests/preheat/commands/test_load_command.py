@@ -4,9 +4,9 @@ import json
 
 from typer.testing import CliRunner
 
-from engine_builder.commands.main import app
 from model.errors import PreheatError
 from model.store.store import Store
+from preheat.main import app
 from tests.support.http_server import HttpServer, QuietHandler
 
 REFUSAL = {"error": "width: 72 is not served here", "kind": "refused", "field": "width"}

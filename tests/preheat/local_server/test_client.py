@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from engine_builder.local_server.client import CallFailed, generate, save_images, save_predicted
-from engine_builder.local_server.endpoint import BadEndpoint, parse_endpoint
+from gateway.endpoint import BadEndpoint, parse_endpoint
+from preheat.local_server.client import CallFailed, generate, save_images, save_predicted
 from tests.support.scripted_server import Answer, ScriptedServer
 
 SHELL_SCRIPT_BASE64 = base64.b64encode(b"#!/bin/sh").decode()

@@ -10,17 +10,17 @@ from pathlib import Path
 import httpx
 import pytest
 
-from engine_builder.local_server.demo import serving
-from engine_builder.local_server.server import ServerFailed
-from engine_builder.local_server.server_folder import FolderFailed, server_folder
 from engine_builder.stores.store import WritableStore
+from preheat.local_server.demo import serving
+from preheat.local_server.server import ServerFailed
+from preheat.local_server.server_folder import FolderFailed, server_folder
 from tests.support import stub_truss
 from tests.support.waiting import eventually
 
 OWN_FOLDER = """
 import os, sys
 from pathlib import Path
-from engine_builder.local_server.server_folder import server_folder
+from preheat.local_server.server_folder import server_folder
 with server_folder(Path(sys.argv[1])) as folder:
     if sys.argv[2] == "fork" and os.fork():
         os._exit(0)
@@ -127,7 +127,7 @@ def test_second_serve_command_on_a_port_is_refused(store: WritableStore, release
         with socket.socket() as client:
             return client.connect_ex(("127.0.0.1", port)) == 0
 
-    command = [sys.executable, "-m", "engine_builder.commands.main", "serve", release, "--store", store.url]
+    command = [sys.executable, "-m", "preheat", "serve", release, "--store", store.url]
     command += ["--port", str(port)]
     with subprocess.Popen(command, cwd=stub_truss.REPOSITORY, stdout=subprocess.PIPE, text=True) as first:
         try:

@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from engine_builder.local_server.server import Layout, Server, ServerFailed
+from preheat.local_server.server import Layout, Server, ServerFailed
 from tests.support import stub_truss
 from tests.support.waiting import eventually
 
@@ -83,7 +83,7 @@ def has_ended(pid: int) -> bool:
 
 
 def test_runs_the_images_main_module_and_imports_only_the_image(server: Server, layout: Layout) -> None:
-    excluded = ["engine_builder", "engine_builder.local_server.server", "training", "tests"]
+    excluded = ["engine_builder", "preheat.local_server.server", "training", "tests"]
     report = predict(server, **{"import": [*excluded, "model.errors", "numpy"]})
     assert Path(report["cwd"]) == layout.app and layout.app / report["main"] == layout.app / "main.py"
     for name in excluded:
@@ -260,7 +260,7 @@ def test_server_ends_with_the_process_that_started_it(layout: Layout, tmp_path: 
     script = textwrap.dedent("""
         import os, sys
         from pathlib import Path
-        from engine_builder.local_server.server import Layout, Server
+        from preheat.local_server.server import Layout, Server
         root = Path(sys.argv[1])
         server = Server(Layout(root, root / "app", root / "packages", {})).start()
         server.wait_ready(120)

@@ -16,7 +16,7 @@ from engine_builder.building.validate import tolerance
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.networks.network import Network, load_network
 from engine_builder.stores.store import WritableStore
-from model.engines.aot_inductor.engine import AotInductorEngine
+from model.engines.aot_inductor.compiled_engine import AotInductorEngine
 from model.errors import EngineError
 from model.pipeline.spec import find_component
 from model.store.manifest import EngineRecord

@@ -19,9 +19,8 @@ from typer.testing import CliRunner
 
 from engine_builder.backends.aot_inductor.compile import example_inputs
 from engine_builder.backends.built import CompileError
-from engine_builder.backends.onnx import export as onnx_export
-from engine_builder.backends.onnx.engine import OnnxEngine
-from engine_builder.backends.onnx.export import OnnxGraph, export_graph, graph_key, read_literals
+from engine_builder.backends.onnx import export_graph as onnx_export
+from engine_builder.backends.onnx.export_graph import OnnxGraph, export_graph, graph_key, read_literals
 from engine_builder.backends.onnx.graph_store import (
     BuiltGraph,
     export_model,
@@ -29,10 +28,10 @@ from engine_builder.backends.onnx.graph_store import (
     read_graph,
     validate_graph,
 )
+from engine_builder.backends.onnx.onnx_engine import OnnxEngine
 from engine_builder.backends.onnx.opsets import OLD_OPSET, OPSET
 from engine_builder.building.validate import InaccurateEngine
 from engine_builder.checkpoints.folder import Checkpoint
-from engine_builder.commands.main import app
 from engine_builder.networks.network import Network, load_network
 from engine_builder.networks.unet import transformer_blocks
 from engine_builder.releases.gc import named_blobs
@@ -45,6 +44,7 @@ from model.loading.load import Loaded
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.text_to_image import generate
 from model.store.precision import BF16, FP16, FP32
+from preheat.main import app
 from tests.engine_builder.helpers import edit_weights, folder_of
 from tests.support.components import BASE_COMPONENTS, REFINER_COMPONENTS
 from tests.support.inspect_graphs import inspect_graph

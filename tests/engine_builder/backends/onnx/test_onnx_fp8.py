@@ -18,19 +18,19 @@ from typer.testing import CliRunner
 
 from engine_builder.backends.aot_inductor.compile import example_inputs
 from engine_builder.backends.built import CompileError
-from engine_builder.backends.onnx.engine import OnnxEngine
-from engine_builder.backends.onnx.export import OnnxGraph, export_graph, graph_key
+from engine_builder.backends.onnx.export_graph import OnnxGraph, export_graph, graph_key
 from engine_builder.backends.onnx.graph_store import BuiltGraph, read_graph, validate_graph
+from engine_builder.backends.onnx.onnx_engine import OnnxEngine
 from engine_builder.backends.onnx.opsets import OLD_OPSET
 from engine_builder.checkpoints.folder import Checkpoint
-from engine_builder.commands.main import app
-from engine_builder.networks.fp8_conv import can_quantize_conv
-from engine_builder.networks.fp8_linear import QuantizedLinear, can_quantize
+from engine_builder.kernels.fp8_conv import can_quantize_conv
+from engine_builder.kernels.fp8_linear import QuantizedLinear, can_quantize
 from engine_builder.networks.network import Network, load_network, public_name
 from engine_builder.quantization.policy import Policy
 from engine_builder.quantization.quantize import quantize_layers
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.store.precision import FP16
+from preheat.main import app
 from tests.support.inspect_graphs import inspect_graph
 from tests.support.repository import MODEL_FOLDER
 

@@ -15,7 +15,7 @@ import onnx
 import pytest
 import torch
 
-from engine_builder.backends.onnx.export import export_graph, read_literals
+from engine_builder.backends.onnx.export_graph import export_graph, read_literals
 from engine_builder.backends.onnx.opsets import OLD_OPSET, OPSET
 from engine_builder.checkpoints import random_models
 from engine_builder.checkpoints.folder import Checkpoint

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine_builder.backends.aot_inductor.compile import dynamic_bucket, static_bucket
-from engine_builder.backends.tensorrt.options import (
+from engine_builder.backends.tensorrt.plan_options import (
     COMPATIBILITY,
     InvalidOption,
     PlanOptions,

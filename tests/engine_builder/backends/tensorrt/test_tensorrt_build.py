@@ -15,9 +15,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from engine_builder.backends.built import CompileError
-from engine_builder.backends.tensorrt import build as tensorrt_build
-from engine_builder.backends.tensorrt.build import SerializedPlan, build_plan
-from engine_builder.backends.tensorrt.options import PlanOptions
+from engine_builder.backends.tensorrt import build_plans as tensorrt_build
+from engine_builder.backends.tensorrt.build_plans import SerializedPlan, build_plan
+from engine_builder.backends.tensorrt.plan_options import PlanOptions
 from engine_builder.backends.tensorrt.plan_settings import Profile, ShapeRange
 from model.engines.tensorrt.libraries import TENSORRT_RTX, TensorRTUnavailable
 from model.store.precision import FP16, FP32, Precision

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine_builder.backends.tensorrt.options import PlanOptions
+from engine_builder.backends.tensorrt.plan_options import PlanOptions
 from engine_builder.backends.tensorrt.plan_settings import NotEnoughMemory
 from engine_builder.backends.tensorrt.plan_store import read_timing_cache
 from engine_builder.building.build import build

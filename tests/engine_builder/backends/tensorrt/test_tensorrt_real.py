@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from engine_builder.backends.aot_inductor.compile import build_target, example_inputs
-from engine_builder.backends.tensorrt.options import PlanOptions
+from engine_builder.backends.tensorrt.plan_options import PlanOptions
 from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan, Size
 from engine_builder.checkpoints.folder import Checkpoint

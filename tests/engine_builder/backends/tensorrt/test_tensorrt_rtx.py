@@ -16,25 +16,25 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from engine_builder.backends.aot_inductor.compile import dynamic_bucket, static_bucket
-from engine_builder.backends.onnx.export import export_graph, write_model
-from engine_builder.backends.tensorrt.build import build_plan
-from engine_builder.backends.tensorrt.options import PlanOptions
+from engine_builder.backends.onnx.export_graph import export_graph, write_model
+from engine_builder.backends.tensorrt.build_plans import build_plan
+from engine_builder.backends.tensorrt.plan_options import PlanOptions
 from engine_builder.backends.tensorrt.plan_settings import Profile, ShapeRange, optimization_profiles
 from engine_builder.checkpoints.folder import Checkpoint
-from engine_builder.commands.main import app
 from engine_builder.networks.network import Network, load_network
 from engine_builder.releases.publish import publish
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.cold_start import ColdStart
-from model.engines.tensorrt.engine import TensorRTPlan
 from model.engines.tensorrt.execution import Plan, PlanError
 from model.engines.tensorrt.libraries import TENSORRT_RTX, TensorRTUnavailable, driver_cuda_version
+from model.engines.tensorrt.plan_engine import TensorRTPlan
 from model.loading.load import load_release
 from model.loading.runtimes import list_targets, sort_fastest_first
 from model.loading.select import select
 from model.loading.target import Target, detect_targets
 from model.store.manifest import EngineRecord, Manifest
 from model.store.precision import FP16
+from preheat.main import app
 from tests.engine_builder.helpers import folder_of
 from tests.support.components import BASE_COMPONENTS, REFINER_COMPONENTS
 from tests.support.fake_tensorrt import RTX_VERSION, Fake

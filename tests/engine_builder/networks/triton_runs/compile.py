@@ -13,7 +13,8 @@ import triton
 from torch import Tensor, library
 from triton.backends.compiler import GPUTarget
 
-from engine_builder.networks import fp8_conv_kernels, fp8_norm_kernels, int8_kernels, kernels, winograd_kernels
+from engine_builder.kernels import attention_kernels as kernels
+from engine_builder.kernels import fp8_conv_kernels, fp8_norm_kernels, int8_kernels, winograd_kernels
 from tests.engine_builder.networks.triton_runs.launches import Launch, intercept
 
 TYPES = {torch.int8: "*i8", torch.float16: "*fp16", torch.float32: "*fp32", torch.float8_e4m3fn: "*fp8e4nv"}

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, library, nn
 from triton.runtime import interpreter
 
-from engine_builder.networks import blocks, fp8_conv_kernels, fp8_norm_kernels, int8_kernels, kernels, winograd
-from engine_builder.networks.fp8_conv import quantize_conv
-from engine_builder.networks.low_rank_linear import LowRankLinear, LowRankVectors
+from engine_builder.kernels import attention_kernels as kernels
+from engine_builder.kernels import fp8_conv_kernels, fp8_norm_kernels, int8_kernels, winograd
+from engine_builder.kernels.fp8_conv import quantize_conv
+from engine_builder.kernels.low_rank_linear import LowRankLinear, LowRankVectors
+from engine_builder.networks import blocks
 from model.adapters.layers import Layer
 from model.adapters.packing import make_packing
 from model.pipeline.spec import UNET

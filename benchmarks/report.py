@@ -1,0 +1,320 @@
+"""Write docs/benchmarks.md and its plots from docs/benchmarks/*.json. Nothing in the page is written by hand.
+
+Each file gives a section of its name. A section has a table of its rows, and these plots if its rows have their values:
+
+    seconds an image            the section `SPEED_SECTION`, with numbers that others published
+    cold start by phase         rows with `phases`
+    time by stage               rows with `stages`
+    latency against steps       rows in ms or s that differ only in steps
+    throughput against batch    rows in ms or images/s that differ only in batch
+
+A section begins with the notes in name.md, if that file exists. The page depends only on these files, so a test
+compares them. Plots need matplotlib, which is imported only for them.
+"""
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.rows import BadRows, Row, read_rows
+from engine_builder.files import check_writable, write_file
+from model.errors import PreheatError
+
+SPEED_SECTION = "h100"  # the file of rows in docs/benchmarks, without its suffix
+_SPEED_TITLE = "One image of 1024x1024, 30 steps, on an H100"
+_PREHEAT = "Preheat"
+_BAR_NAMES = {  # by the case of a row
+    "sdxl-30-steps, in turns with diffusers": _PREHEAT,
+    "sdxl-30-steps, diffusers compiled": "diffusers {version}, torch.compile",
+    "sdxl-30-steps, diffusers eager": "diffusers {version}, eager",
+}
+_ACRONYMS = {"cpu", "gpu", "sdxl", "http", "s3", "l4", "a10g", "a100", "h100", "h200", "fp8", "fp16", "bf16", "vae"}
+_PER_SECOND = "images/s"
+_TO_MS = {"ms": 1.0, "s": 1000.0}
+_HEAD = """\
+# Benchmarks
+
+Made by `preheat report` from the rows in `docs/benchmarks/`; edit those, not this page. p50, p90 and p99 are by
+nearest rank over all runs, counted from the best (of images/s the highest). The list under a table has the device, the
+versions and the command of its rows. A command exists at its commit.
+"""
+_Series = dict[str, list[tuple[int, float]]]
+"""Points (x, y) of each line, by its name."""
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A plot of a section: file name, title, and a function that draws it on axes."""
+
+    name: str
+    title: str
+    draw: Callable[[Any], None]
+
+
+def write_report(folder: Path, page: Path) -> list[Path]:
+    """Write the page and its plots (SVG, into `folder`), and delete all other SVG files there. Returns the plots.
+
+    Raises BadRows, also for a folder without rows, or PreheatError if matplotlib is not installed.
+    """
+    check_writable(page)
+    sections = read_sections(folder)
+    if not sections:
+        raise BadRows(f"{folder} has no JSON file of rows.", "Name the folder that `--out` of a benchmark wrote into.")
+    plots = {plot.name: plot for name, rows in sections.items() for plot in plots_of(name, rows)}
+    paths = [_draw(folder / f"{name}.svg", plot) for name, plot in plots.items()]
+    for path in folder.glob("*.svg"):
+        if path not in paths:
+            path.unlink()
+    write_file(page, render(folder, page).encode())
+    return paths
+
+
+def read_sections(folder: Path) -> dict[str, list[Row]]:
+    """Return the rows of each file by its name without the suffix."""
+    return {path.stem: rows for path in sorted(folder.glob("*.json")) if (rows := read_rows(path))}
+
+
+def render(folder: Path, page: Path) -> str:
+    """Return the page's text."""
+    folder_link = Path(os.path.relpath(folder, page.parent)).as_posix()
+    parts = [_HEAD]
+    for name, rows in read_sections(folder).items():
+        parts.append(f"## {title_of(name)}\n")
+        notes = folder / f"{name}.md"
+        if notes.is_file():
+            parts.append(notes.read_text().strip() + "\n")
+        parts.append(_table(rows))
+        parts += [f"![{plot.title}]({folder_link}/{plot.name}.svg)\n" for plot in plots_of(name, rows)]
+        parts.append(_provenance(rows))
+    return "\n".join(parts)
+
+
+def title_of(name: str) -> str:
+    """Return the title of a file's name: "full-size-sdxl" -> "Full size SDXL"."""
+    written = {word: word.upper() for word in _ACRONYMS} | {"gpus": "GPUs"}
+    words = [written.get(word, word) for word in name.replace("_", "-").split("-")]
+    return " ".join([words[0][:1].upper() + words[0][1:], *words[1:]])
+
+
+def plots_of(name: str, rows: Sequence[Row]) -> list[Plot]:
+    """Return the plots that a section's rows have values for."""
+    plots = []
+    if name == SPEED_SECTION:
+        plots.append(Plot(f"{name}-seconds-per-image", _SPEED_TITLE, partial(_draw_speed, rows=rows)))
+    if phased := [row for row in rows if row.phases]:
+        draw = partial(_stack, rows=phased, parts="phases", unit="seconds")
+        plots.append(Plot(f"{name}-cold-start", "Cold start by phase", draw))
+    if staged := [row for row in rows if row.stages]:
+        draw = partial(_stack, rows=staged, parts="stages", unit="milliseconds")
+        plots.append(Plot(f"{name}-stages", "Time by stage", draw))
+    if by_steps := _series(rows, "steps", _latency):
+        draw = partial(_lines, series=by_steps, x_label="steps", y_label="milliseconds (p50)")
+        plots.append(Plot(f"{name}-steps", "Latency against steps", draw))
+    if by_batch := _series(rows, "batch", _throughput):
+        draw = partial(_lines, series=by_batch, x_label="images a batch", y_label="images a second")
+        plots.append(Plot(f"{name}-batch", "Throughput against batch", draw))
+    return plots
+
+
+def _latency(row: Row) -> float | None:
+    return row.p50 * _TO_MS[row.unit] if row.unit in _TO_MS and not row.phases else None
+
+
+def _throughput(row: Row) -> float | None:
+    if row.unit == _PER_SECOND:
+        return row.p50
+    milliseconds = _latency(row)
+    return row.batch * 1000 / milliseconds if milliseconds else None
+
+
+def _series(rows: Sequence[Row], along: str, value: Callable[[Row], float | None]) -> _Series:
+    """Return lines of at least two points, in order, from rows that differ only in the entry `along`."""
+    others = [key for key in ("unit", "gpu", "torch", "precision", "steps", "batch") if key != along]
+    points_by_line: dict[tuple[Any, ...], dict[int, float]] = {}
+    for row in rows:
+        measured, x = value(row), getattr(row, along)
+        if measured is not None and x > 0:
+            # If a point was measured again, the newest row counts.
+            points_by_line.setdefault((_family(row), *(getattr(row, key) for key in others)), {})[x] = measured
+    lines = {key: sorted(points.items()) for key, points in points_by_line.items() if len(points) > 1}
+    varying = [index for index in range(len(others)) if len({facts[index] for _, *facts in lines}) > 1]
+    return {
+        ", ".join([family, *(_label(others[index], facts[index]) for index in varying)]): points
+        for (family, *facts), points in lines.items()
+    }
+
+
+def _family(row: Row) -> str:
+    """Return the case without its steps and batch: "sdxl-20-steps-batch-4" -> "sdxl"."""
+    text = re.sub(rf"\b{row.steps}[- ]steps?\b|\bbatch[- ]?{row.batch}\b", "", row.case)
+    return re.sub(r"([-, ])[-, ]+", r"\1", text).strip("-, ")
+
+
+def _label(key: str, value: Any) -> str:
+    return f"{value} {key}" if key == "steps" else f"{key} {value}" if key == "batch" else str(value)
+
+
+# -- the page -----------------------------------------------------------------------------------------------------
+
+
+def _table(rows: Sequence[Row]) -> str:
+    lines = [
+        "| case | precision | steps | batch | p50 | p90 | p99 | runs | commit |",
+        "|---|---|--:|--:|--:|--:|--:|--:|---|",
+    ]
+    for row in rows:
+        numbers = " | ".join(f"{_number(value)} {row.unit}" for value in (row.p50, row.p90, row.p99))
+        facts = f"{row.precision} | {row.steps or ''} | {row.batch or ''}"
+        lines.append(f"| {_cell(row.case)} | {facts} | {numbers} | {row.runs} | {row.commit} |")
+    return "\n".join(lines) + "\n"
+
+
+def _provenance(rows: Sequence[Row]) -> str:
+    """List device, versions, commit and command, once for all rows that share them."""
+    provenances = dict.fromkeys((row.gpu, row.driver, row.torch, row.commit, row.command) for row in rows)
+    lines = []
+    for gpu, driver, torch, commit, command in provenances:
+        with_driver = f", driver {driver}" if driver else ""
+        lines.append(f"- {_cell(gpu)}{with_driver}, torch {torch}, commit {commit}: `{command.replace('`', chr(39))}`")
+    return "\n".join(lines) + "\n"
+
+
+def _number(value: float) -> str:
+    """Format with three significant digits and no exponent."""
+    if value and abs(value) < 100:
+        return f"{value:.3g}"
+    return f"{value:,.0f}"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+# -- the plots ----------------------------------------------------------------------------------------------------
+
+
+def _draw(path: Path, plot: Plot) -> Path:
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise PreheatError("Plots need matplotlib.", "Install it with `pip install matplotlib`.") from error
+    # The same rows give the same file, and text is kept as text.
+    with matplotlib.rc_context({"svg.hashsalt": plot.name, "svg.fonttype": "none", "font.size": 9}):
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        axes = figure.subplots()
+        axes.spines[["top", "right"]].set_visible(False)
+        plot.draw(axes)
+        axes.set_title(plot.title, loc="left", fontweight="bold")
+        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+    return path
+
+
+def _stack(axes: Any, rows: Sequence[Row], parts: str, unit: str) -> None:
+    """Draw a bar for each row, the first on top, divided into its parts in their order."""
+    names = list(dict.fromkeys(name for row in rows for name in getattr(row, parts)))
+    labels = _labels(rows)
+    axes.figure.set_figheight(max(4.5, 1.5 + 0.5 * len(rows)))
+    left = [0.0] * len(rows)
+    for number, name in enumerate(names):
+        widths = [getattr(row, parts).get(name, 0.0) for row in rows]
+        axes.barh(labels, widths, left=left, label=name.replace("_", " "), color=_color(number), height=0.6)
+        left = [begin + width for begin, width in zip(left, widths, strict=True)]
+    for label, end in zip(labels, left, strict=True):
+        _annotate(axes, _number(end), end, label)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set_xlabel(f"{unit} (medians)")
+    axes.figure.legend(ncols=min(5, len(names)), loc="outside lower center", frameon=False)
+
+
+def _lines(axes: Any, series: _Series, x_label: str, y_label: str) -> None:
+    for number, (name, points) in enumerate(series.items()):
+        xs, ys = zip(*points, strict=True)
+        axes.plot(xs, ys, marker="o", markersize=4, label=name, color=_color(number))
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(frameon=False)
+
+
+def _annotate(axes: Any, text: str, end: float, label: str) -> None:
+    axes.annotate(text, (end, label), xytext=(4, 0), textcoords="offset points", va="center")
+
+
+def _labels(rows: Sequence[Row]) -> list[str]:
+    """Return unique labels of the bars: the case, with steps, batch, precision and commit if cases repeat."""
+    labels: list[str] = []
+    for row in rows:
+        label = row.case
+        if sum(other.case == row.case for other in rows) > 1:
+            label += f"\n{row.steps} steps, batch {row.batch}, {row.precision}, {row.commit}"
+        while label in labels:
+            label += "'"
+        labels.append(label)
+    return labels
+
+
+def _color(number: int) -> str:
+    return f"C{number % 10}"
+
+
+# -- the chart of the README: seconds for one SDXL image on one GPU, by Preheat and by other software ------------------
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar. `seconds`: for one image. `source`: the hardware and versions, and who measured or published."""
+
+    name: str
+    seconds: float
+    source: str
+    is_measured: bool = True
+
+
+# www.baseten.co/blog/40-faster-stable-diffusion-xl-inference-with-nvidia-tensorrt, figures of NVIDIA and
+# Stability AI's model card stabilityai/stable-diffusion-xl-1.0-tensorrt. Neither names the version of TensorRT.
+_PUBLISHED_BAR = Bar("TensorRT", 1.471, "H100, version not stated; published by Stability AI and NVIDIA", False)
+
+
+def speed_bars(rows: Sequence[Row]) -> list[Bar]:
+    """Return the bars of the chart, the shortest first. `rows`: of `SPEED_SECTION`; the last row of a case counts.
+
+    Raises BadRows if these rows differ in commit, GPU or torch.
+    """
+    last_rows = {row.case: row for row in rows if row.case in _BAR_NAMES}.values()
+    sources = {_source_of(row) for row in last_rows}
+    if len(sources) > 1:
+        raise BadRows(
+            f"The chart {_SPEED_TITLE!r} would compare different runs: {' / '.join(sorted(sources))}.",
+            "Measure all its cases again, with one call of benchmarks.latency text.",
+        )
+    bars = [_PUBLISHED_BAR]
+    for row in last_rows:
+        name = _BAR_NAMES[row.case].format(version=row.extra.get("diffusers", "of unknown version"))
+        bars.append(Bar(name, row.p50 / 1000, _source_of(row)))
+    return sorted(bars, key=lambda bar: bar.seconds)
+
+
+def _source_of(row: Row) -> str:
+    return f"{row.gpu.removeprefix('NVIDIA ')}, torch {row.torch}; measured at commit {row.commit}"
+
+
+def _draw_speed(axes: Any, rows: Sequence[Row]) -> None:
+    """Draw the bars with their names and sources on matplotlib's `axes`."""
+    ordered = speed_bars(rows)
+    labels = [f"{bar.name}\n{bar.source}" for bar in ordered]
+    greys = ["0.55" if bar.is_measured else "0.8" for bar in ordered]
+    colors = ["C0" if bar.name == _PREHEAT else grey for bar, grey in zip(ordered, greys, strict=True)]
+    axes.barh(labels, [bar.seconds for bar in ordered], color=colors, height=0.6)
+    for label, bar in zip(labels, ordered, strict=True):
+        _annotate(axes, f"{bar.seconds:.2f} s", bar.seconds, label)
+    axes.figure.set_size_inches(9.5, 2.8)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set_xlabel("seconds (measured bars: median, fp16, guidance 7.5)")

@@ -1,0 +1,357 @@
+"""The Preheat servers behind the gateway: which one gets a request, and whether it may be sent to another one.
+
+Every request is sent as a stream. A server's first line, "accepted", divides it in two: before it nothing was started,
+so a connection that cannot be made, 429 and 503 lead to the next server. After it, and whenever the work may have
+begun, a failure is an error of the request. Connections are not reused, because a reused one may be closed before the
+server has read the request, and then it is not known whether it was started.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from http.cookiejar import CookieJar, DefaultCookiePolicy
+
+import httpx
+
+from gateway.backend import DESCRIPTION_SECONDS, DOWN_SECONDS, Backend
+from gateway.backend_answers import (
+    ACCEPT_SECONDS,
+    Event,
+    max_line_bytes,
+    parse_description,
+    parse_refusal,
+    read_events,
+)  # fmt: skip
+from gateway.bounded_reading import (
+    MAX_DESCRIPTION_BYTES,
+    MAX_ERROR_BYTES,
+    HeldLines,
+    InvalidAnswer,
+    read_body,
+)  # fmt: skip
+from gateway.errors import ApiError, GatewayConfigError
+from model.api.fair_queue import CLIENT_HEADER
+
+_CHECK_SECONDS = 2.0  # between two health checks of a local server
+_CONNECT_SECONDS = 5.0
+_PIECE_BYTES = 2**18  # of a body that is sent
+_MAX_RETRY_SECONDS = 3600  # a longer Retry-After is a mistake
+_DESCRIBE = {"prompt": "description", "describe": True}
+logger = logging.getLogger("preheat.gateway")
+
+
+@dataclass
+class Accepted:
+    """A request that a server has accepted. `events`: the lines that follow, parsed, up to "done"."""
+
+    backend: Backend
+    event: Event
+    events: AsyncIterator[Event]
+
+
+class Backends:
+    """All servers of a gateway. Use `running` around its lifetime."""
+
+    def __init__(self, backends: list[Backend]) -> None:
+        if not backends:
+            raise GatewayConfigError("The gateway has no server.", "Name at least one with --backend.")
+        self.all = backends
+        timeout = httpx.Timeout(ACCEPT_SECONDS, connect=_CONNECT_SECONDS)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        # A proxy of the environment cannot reach this machine's loopback address. Cookies are not kept.
+        self._clients = {
+            is_loopback: httpx.AsyncClient(
+                timeout=timeout,
+                limits=limits,
+                trust_env=not is_loopback,
+                headers={"Accept-Encoding": "identity"},
+                cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
+            )
+            for is_loopback in {backend.is_loopback for backend in backends}
+        }
+        self._turn = 0
+        self._held = HeldLines()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Check the health of local servers meanwhile. At the end stop reading descriptions, and close connections."""
+        checks = [asyncio.create_task(self._check(backend)) for backend in self.all if backend.health_url]
+        try:
+            yield
+        finally:
+            tasks = [*checks, *(backend.reading for backend in self.all if backend.reading is not None)]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for client in self._clients.values():
+                await client.aclose()
+
+    @asynccontextmanager
+    async def _send(
+        self, backend: Backend, seconds: float, request: Event | None, headers: Mapping[str, str] | None = None
+    ) -> AsyncIterator[httpx.Response]:
+        """Send a request to a server, or ask for its health. Yields the answer without its body.
+
+        Raises TimeoutError if its headers take longer than `seconds`, and httpx.HTTPError.
+        """
+        client = self._clients[backend.is_loopback]
+        if request is None:
+            assert backend.health_url is not None
+            sent = client.build_request("GET", backend.health_url)
+        else:
+            # Escaped, because a text may hold half of a surrogate pair, which UTF-8 cannot encode. In a thread, because
+            # images of 60 MiB take half a second.
+            parts = await asyncio.to_thread(lambda: [json.dumps(request).encode()])
+            headers = {**backend.headers, "Content-Type": "application/json", **(headers or {})}
+            headers["Content-Length"] = str(len(parts[0]))
+            sent = client.build_request("POST", backend.predict_url, content=_in_pieces(parts), headers=headers)
+        async with asyncio.timeout(seconds):
+            answer = await client.send(sent, stream=True)
+        try:
+            yield answer
+        finally:
+            await answer.aclose()
+
+    async def _check(self, backend: Backend) -> None:
+        while True:
+            try:
+                async with self._send(backend, _CONNECT_SECONDS, None) as answer:
+                    healthy = answer.status_code == 200
+            except (httpx.HTTPError, TimeoutError):
+                healthy = False
+            if healthy:
+                backend.down_until = 0.0
+            else:
+                backend.mark_down()
+            await asyncio.sleep(_CHECK_SECONDS)
+
+    async def descriptions(self) -> list[tuple[Backend, Event]]:
+        """Return each server with its description, as far as it is known after a few seconds.
+
+        See `model.api.describe`. A server that needs longer is described in the background.
+        """
+        await self._wait(self._start_reading(), lambda: False, until_all=False)
+        return self._known()
+
+    def _known(self) -> list[tuple[Backend, Event]]:
+        return [(backend, backend.description) for backend in self.all if backend.description is not None]
+
+    def _start_reading(self) -> dict[asyncio.Task[None], Backend]:
+        """Start to read the descriptions that are due. Return the tasks in progress, which all requests share."""
+        now = time.monotonic()
+        for backend in self.all:
+            if not backend.is_being_described() and _is_due(backend, now):
+                backend.reading_since = now
+                backend.reading = asyncio.create_task(self._describe(backend))
+        return self._readings()
+
+    def _readings(self) -> dict[asyncio.Task[None], Backend]:
+        readings = ((backend.reading, backend) for backend in self.all)
+        return {task: backend for task, backend in readings if task is not None and not task.done()}
+
+    async def _wait(
+        self, readings: Mapping[asyncio.Task[None], Backend], is_enough: Callable[[], bool], *, until_all: bool
+    ) -> None:
+        """Wait for descriptions until `is_enough` is true or all have arrived or failed.
+
+        Without `until_all`, ignore servers that were asked more than a few seconds ago.
+        """
+        while not is_enough():
+            left = {task: backend.wait_left() for task, backend in readings.items() if not task.done()}
+            if not until_all:
+                left = {task: seconds for task, seconds in left.items() if seconds > 0}
+            if not left:
+                return
+            timeout = None if until_all else min(left.values())
+            await asyncio.wait(left, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _describe(self, backend: Backend) -> None:
+        now = time.monotonic()
+        # A replica of a deployed model may have to start for its first answer.
+        seconds = _CONNECT_SECONDS if backend.health_url else ACCEPT_SECONDS
+        problem = ""
+        try:
+            async with asyncio.timeout(seconds), self._send(backend, seconds, _DESCRIBE) as answer:
+                if answer.status_code != 200:
+                    raise InvalidAnswer(f"its status is {answer.status_code}")
+                description = parse_description(await read_body(answer, MAX_DESCRIPTION_BYTES))
+            backend.description, backend.described_at = description, now
+        except (httpx.HTTPError, TimeoutError) as error:
+            backend.mark_down()
+            problem = type(error).__name__
+        except InvalidAnswer as error:
+            problem = str(error)
+        if problem and problem != backend.description_problem:
+            logger.warning("Backend %s has no description: %s.", backend.name, problem)
+        backend.description_problem = problem
+
+    async def description_of(self, model: str | None) -> Event:
+        """Return the description of a release, by default that of the first server. Raises ApiError.
+
+        A named release whose server is up and described is answered at once. Its server may be down, or no release be
+        named and the first server's description be due: then wait a few seconds for other descriptions. Until one fits,
+        wait for all servers: a replica may have to start.
+        """
+        readings = self._start_reading()
+        await self._wait(readings, lambda: self._is_settled(model), until_all=False)
+        await self._wait(readings, lambda: self._is_known(model), until_all=True)
+        known = self._known()
+        if not known:
+            raise ApiError(503, "No backend can be reached.", None, "backend_unavailable", int(DOWN_SECONDS))
+        wanted = known[0][1]["release"] if model is None else model
+        for _, description in known:
+            if description["release"] == wanted:
+                return description
+        names = ", ".join(dict.fromkeys(description["release"] for _, description in known))
+        raise ApiError(
+            404, f"The model {wanted[:80]!r} does not exist. Available: {names}.", "model", "model_not_found"
+        )
+
+    def _is_known(self, model: str | None) -> bool:
+        """True if a server of the release is described; of any release for None."""
+        return any(model in (None, description["release"]) for _, description in self._known())
+
+    def _is_settled(self, model: str | None) -> bool:
+        """True if a description fits that no later one would replace: of a server that is up, or the first for None."""
+        if model is not None:
+            return any(backend.is_up() and description["release"] == model for backend, description in self._known())
+        first = next((backend for backend in self.all if backend.description or backend.wait_left() > 0), None)
+        return first is not None and not first.wait_left() > 0
+
+    @asynccontextmanager
+    async def start(self, request: Event, model: str, request_id: str, client_id: str = "") -> AsyncIterator[Accepted]:
+        """Send a request to the least loaded server of a release; yields once one has accepted it.
+
+        Its connection is closed at the end of the `with` block, which stops the work of a request that is not
+        finished. A server that has started again with another release is left out, and described again. `client_id`:
+        "", or the client that shares the server's queues with others. Raises ApiError: the server's own refusal, 429
+        if all are busy, 502 or 503.
+        """
+        images = request.get("num_images", 1)
+        sent = request | {"stream": True}
+        waits: list[int] = []
+        is_replaced = False
+        tried: list[Backend] = []
+        while (backend := await self._next_candidate(model, tried)) is not None:
+            tried.append(backend)
+            backend.images += images
+            try:
+                headers = {"X-Request-Id": request_id, CLIENT_HEADER: client_id}
+                async with self._send(backend, ACCEPT_SECONDS, sent, headers) as answer:
+                    if answer.status_code == 429:
+                        waits.append(_retry_after(answer))
+                    elif answer.status_code == 503:
+                        backend.mark_down()
+                    elif answer.status_code != 200:
+                        raise await _refusal(backend, answer)
+                    else:
+                        max_bytes = max_line_bytes(request, backend.description or {})
+                        lines = read_events(answer, images, max_bytes, self._held)
+                        async with aclosing(_events(backend, request_id, lines)) as events:
+                            accepted = await anext(events)
+                            if accepted.get("release", model) == model:  # older servers do not name it
+                                yield Accepted(backend, accepted, events)
+                                return
+                            is_replaced = True
+                            backend.forget_description(model)
+            except (httpx.ConnectError, httpx.ConnectTimeout):
+                backend.mark_down()
+            except (httpx.HTTPError, TimeoutError) as error:
+                raise _failed(backend, request_id, error) from error
+            finally:
+                backend.images -= images
+        if waits:
+            seconds = min(waits)
+            raise ApiError(
+                429, f"All backends are busy. Repeat the request in {seconds} s.", None, "overloaded", seconds
+            )
+        if is_replaced:
+            raise ApiError(
+                503,
+                f"The backend no longer serves {model}. Repeat the request without naming a release, or name one of "
+                "GET /v1/models.",
+                None,
+                "release_changed",
+                1,
+            )
+        raise ApiError(503, "No backend can be reached.", None, "backend_unavailable", int(DOWN_SECONDS))
+
+    async def _next_candidate(self, model: str, tried: Sequence[Backend]) -> Backend | None:
+        """Return a server of a release that is not in `tried`: one that is up, the least loaded, else by turns.
+
+        If there is none, wait a few seconds for the descriptions that are being read. Returns None without a server.
+        """
+        if not tried:
+            self._turn += 1
+
+        def untried() -> list[Backend]:
+            serving = [backend for backend in self.all if (backend.description or {}).get("release") == model]
+            turn = self._turn % max(1, len(serving))
+            return [backend for backend in serving[turn:] + serving[:turn] if not any(backend is one for one in tried)]
+
+        await self._wait(self._readings(), lambda: bool(untried()), until_all=False)
+        return min(untried(), key=lambda backend: (not backend.is_up(), backend.images), default=None)
+
+
+async def _in_pieces(parts: list[bytes]) -> AsyncIterator[bytes]:
+    """Yield the bytes of `parts`, which are freed as soon as they are sent: the request lives until its answer ends."""
+    content = parts.pop()
+    for start in range(0, len(content), _PIECE_BYTES):
+        yield content[start : start + _PIECE_BYTES]
+
+
+def _is_due(backend: Backend, now: float) -> bool:
+    """True if the description of a server should be read again."""
+    if now - backend.described_at < DESCRIPTION_SECONDS or not backend.is_up():
+        return False
+    # A question would keep a deployed model from scaling to zero.
+    return backend.description is None or backend.health_url is not None
+
+
+async def _events(
+    backend: Backend, request_id: str, events: AsyncGenerator[Event, None]
+) -> AsyncGenerator[Event, None]:
+    """Yield the events of a stream, see `read_events`. All errors are ApiError."""
+    try:
+        async with aclosing(events):
+            async for event in events:
+                yield event
+    except (InvalidAnswer, EOFError, httpx.HTTPError, TimeoutError) as error:
+        raise _failed(backend, request_id, error) from error
+
+
+async def _refusal(backend: Backend, answer: httpx.Response) -> ApiError:
+    """Return the error of a request that a server has refused."""
+    if answer.status_code in (401, 403):  # the gateway's own key, not the caller's
+        backend.mark_down()
+        return ApiError(502, "A backend refused the gateway's own API key.", None, "backend_refused")
+    try:
+        async with asyncio.timeout(_CONNECT_SECONDS):
+            return parse_refusal(answer.status_code, await read_body(answer, MAX_ERROR_BYTES))
+    except (InvalidAnswer, httpx.HTTPError, TimeoutError) as error:
+        logger.warning("Backend %s answered %d: %s", backend.name, answer.status_code, str(error) or repr(error))
+        return ApiError(502, f"A backend answered {answer.status_code}.", None, "backend_failed")
+
+
+def _failed(backend: Backend, request_id: str, error: Exception) -> ApiError:
+    """Count and log a request that a server may have started. Return its error."""
+    backend.mark_down()
+    backend.failures += 1
+    reason = str(error) or type(error).__name__
+    logger.warning("Backend %s failed in request %s: %s", backend.name, request_id, reason)
+    fact = (
+        f"The backend's answer is not valid: {reason}."
+        if isinstance(error, InvalidAnswer)
+        else "The backend's connection ended before the images were finished."
+    )
+    again = "The images may have been started, so the request was not repeated. Send it again."
+    return ApiError(502, f"{fact} {again}", None, "backend_failed")
+
+
+def _retry_after(answer: httpx.Response) -> int:
+    value = answer.headers.get("Retry-After", "")
+    return min(max(int(value), 1), _MAX_RETRY_SECONDS) if value.isdecimal() and len(value) < 6 else 1

@@ -1,0 +1,3 @@
+from preheat.main import main
+
+main()

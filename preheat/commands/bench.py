@@ -1,0 +1,269 @@
+"""`preheat bench` and `preheat report`: measure on this machine, store the rows, write docs/benchmarks.md from them."""
+
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from pydantic import ValidationError
+from rich.table import Table
+from typer.core import TyperGroup
+
+from benchmarks.rows import Row, check_rows_file, finish
+from model.errors import RequestRefused
+from model.pipeline.spec import UNET
+from model.validation import BAND_COUNTS
+from preheat.console import (
+    DEFAULT_PROMPT,
+    DEFAULT_STORE,
+    DEMO_CONFIG,
+    ROOT,
+    CacheOption,
+    ReleaseArgument,
+    SizeOption,
+    StepsOption,
+    StoreOption,
+    activity,
+    console,
+    open_cli_store,
+    parse_bucket,
+    parse_size,
+    plain,
+)
+
+if TYPE_CHECKING:
+    from preheat.local_server.server import Layout
+
+
+class _LatencyByDefault(TyperGroup):
+    """Treats `preheat bench NAME/1` as `preheat bench latency NAME/1`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and not args[0].startswith("-"):
+            args = ["latency", *args]
+        return super().parse_args(ctx, args)
+
+
+bench = typer.Typer(
+    name="bench",
+    cls=_LatencyByDefault,
+    no_args_is_help=True,
+    help="Measure on this machine: latency, multi-gpu, cold-start.",
+)
+
+RunsOption = Annotated[int, typer.Option(min=1, help="Number of counted runs.")]
+OutOption = Annotated[Path | None, typer.Option(help="Append the rows to this JSON file.")]
+
+
+@bench.command()
+def latency(
+    release: ReleaseArgument,
+    store: StoreOption = DEFAULT_STORE,
+    prompt: str = DEFAULT_PROMPT,
+    size: SizeOption = None,
+    steps: StepsOption = 20,
+    guidance_scale: Annotated[
+        float | None, typer.Option(help="1: without guidance; default: the release's own.")
+    ] = None,
+    images: Annotated[int, typer.Option(help="Images per request.")] = 1,
+    refiner: Annotated[bool, typer.Option(help="Finish with the refiner.")] = False,
+    warm_ups: Annotated[int, typer.Option(min=0, help="Number of warm-up runs, which are not counted.")] = 3,
+    runs: RunsOption = 20,
+    peer: Annotated[
+        str | None,
+        typer.Option(
+            help="The model's folder or Hub id: measure diffusers' eager pipeline on it, alternating with the release."
+        ),
+    ] = None,
+    compiled: Annotated[
+        bool, typer.Option("--compiled", help="Also measure the peer under torch.compile, which takes minutes.")
+    ] = False,
+    out: OutOption = None,
+    cache_dir: CacheOption = None,
+) -> None:
+    """Measure a request in this process, from prompt to image, by stage. The last line is JSON."""
+    check_rows_file(out)
+    if compiled and peer is None:
+        raise typer.BadParameter("needs a peer: name its model folder with --peer", param_hint="--compiled")
+    width, height = parse_size(size) if size else (None, None)
+    with activity("Loading"):
+        from benchmarks.measure import load_in_process, measure_requests
+        from benchmarks.peers import PEERS, bench_against_diffusers
+        from model.api.request import GenerationRequest
+        from model.api.resolve import resolve
+
+        try:
+            request = GenerationRequest(
+                prompt=prompt, width=width, height=height, num_inference_steps=steps, guidance_scale=guidance_scale,
+                num_images=images, seed=0, use_refiner=refiner,
+            )  # fmt: skip
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            raise RequestRefused(str(first["loc"][0]), f"{first['msg']}.") from error
+        loaded = load_in_process(open_cli_store(store, cache_dir).url, release)
+    with activity(f"Measuring {release}{' and diffusers' if peer else ''}"):
+        if peer is None:
+            rows = measure_requests([(release, loaded, resolve(request, loaded.served))], warm_ups, runs)
+        else:
+            kinds = PEERS if compiled else PEERS[:1]
+            rows = bench_against_diffusers(loaded, request, peer, kinds, warm_ups, runs)
+    _print_table(rows, "stages", "ms")
+    finish(rows, out)
+
+
+@bench.command(name="multi-gpu")
+def multi_gpu(
+    release: ReleaseArgument,
+    store: StoreOption = DEFAULT_STORE,
+    gpus: Annotated[int, typer.Option(min=2, max=8, help="GPUs that share an image; on a CPU, processes.")] = 2,
+    bands: Annotated[int, typer.Option(help="Bands that each image is divided into: 1, 2, 4 or 8.")] = 1,
+    prompt: str = DEFAULT_PROMPT,
+    size: SizeOption = None,
+    steps: StepsOption = 30,
+    warm_ups: Annotated[int, typer.Option(min=0, help="Number of warm-up runs, which are not counted.")] = 3,
+    runs: RunsOption = 10,
+    out: OutOption = None,
+) -> None:
+    """Measure one image on several GPUs and on one, alternating. The last line is JSON."""
+    width, height = parse_size(size) if size else (None, None)
+    check_rows_file(out)
+    if bands not in (1, *BAND_COUNTS) or gpus % bands:
+        raise typer.BadParameter(f"{bands} is not 1, 2, 4 or 8 and a divisor of --gpus {gpus}", param_hint="--bands")
+    with activity("Loading"):
+        from benchmarks.multi_gpu import compare, load_ranked
+        from model.api.request import GenerationRequest
+
+        request = GenerationRequest(prompt=prompt, width=width, height=height, num_inference_steps=steps, seed=0)
+        url = open_cli_store(store, None).url
+    with load_ranked(url, release, gpus, bands) as (alone, divided), activity(f"Measuring {release} on {gpus} GPUs"):
+        rows, speed_up = compare(alone, divided, gpus, request, warm_ups, runs)
+    _print_table(rows, "stages", "ms")
+    console.print(f"Denoising is {speed_up:.2f} times as fast.")
+    finish(rows, out)
+
+
+@bench.command(name="cold-start")
+def cold_start(
+    release: ReleaseArgument,
+    store: StoreOption = DEFAULT_STORE,
+    s3: Annotated[
+        str | None,
+        typer.Option(
+            help="Also start from s3://bucket/prefix, which must have the release; or `own`: the tests' object store."
+        ),
+    ] = None,
+    config: Annotated[
+        list[Path] | None,
+        typer.Option(
+            exists=True, dir_okay=False,
+            help="The deployment's config.yaml, repeatable: starts alternate. One in another clone measures that code.",
+        ),
+    ] = None,
+    prompt: str = DEFAULT_PROMPT,
+    size: SizeOption = None,
+    steps: Annotated[int, typer.Option(help="Denoising steps of the first image.")] = 30,
+    bucket: Annotated[
+        list[str] | None,
+        typer.Option(help="WIDTHxHEIGHT@BATCH, e.g. 1024x1024@2, repeatable: replaces the config's buckets."),
+    ] = None,
+    runs: RunsOption = 5,
+    out: OutOption = None,
+) -> None:  # fmt: skip
+    """Measure cold starts of the real server, from its process to its first image, by phase. The last line is JSON."""
+    from benchmarks import cold_start as starts
+    from engine_builder.releases.mirror import copy_release
+    from model.loading.runtimes import find_targets
+    from model.loading.select import select
+    from model.settings import read_settings
+
+    check_rows_file(out)
+    if s3 not in (None, "own") and not str(s3).startswith("s3://"):
+        raise typer.BadParameter(f"{s3!r} is not the URL of a bucket, s3://..., or own", param_hint="--s3")
+    request: dict[str, Any] = {"prompt": prompt, "seed": 1, "num_inference_steps": steps}
+    if size is not None:
+        request["width"], request["height"] = parse_size(size)
+    buckets = [parse_bucket(text, "--bucket") for text in bucket or []]
+    local = open_cli_store(store)
+    manifest = local.read_release(release)
+    # The dtype of the UNet's outputs, as in the rows of `latency`.
+    precision = next(engine.precision.io for engine in manifest.engines if engine.component == UNET)
+
+    def report(case: starts.StartCase, number: int, start: starts.MeasuredStart) -> None:
+        counted = f"run {number} of {runs}" if number else "not counted"
+        console.print(
+            f"{case.name}: ready {start.ready_seconds:.2f} s, first image {start.first_image_seconds:.2f} s ({counted})"
+        )
+
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="preheat-bench-"))
+        work, paths = Path(folder), config or [DEMO_CONFIG]
+        with activity("Laying out the server image"):
+            layouts = [_lay_out(path, buckets, work / str(number)) for number, path in enumerate(paths)]
+        origins, reading = {"local store": local.url}, []
+        if s3 is not None:
+            url, name = ("s3://preheat", "S3 on this machine") if s3 == "own" else (s3, "S3")
+            origins[name] = url
+            if s3 == "own":
+                console.print("Starting an object store")
+                stack.enter_context(starts.run_test_object_store(ROOT, work))
+                with activity(f"Copying {release} to {url}"):
+                    copy_release(local, open_cli_store(url), release)
+            settings = read_settings(layouts[0].config["model_metadata"]["preheat"])
+            blobs = select(
+                manifest, find_targets(settings.runtime), settings.buckets, precision=settings.served_precision,
+                with_adapters=bool(settings.loras), with_safety_checker=settings.safety != "off",
+                bands=settings.bands_per_image,
+            ).blobs()  # fmt: skip
+            reading = [starts.read_row(url, settings.store_options(), blobs, runs, release, precision, steps)]
+        cases = [
+            starts.StartCase(f"{origin}, {path.resolve()}" if len(paths) > 1 else origin, layout, url)
+            for origin, url in origins.items()
+            for path, layout in zip(paths, layouts, strict=True)
+        ]
+        measured = zip(cases, starts.bench_cold_starts(cases, release, request, runs, work, report), strict=True)
+        rows = [starts.cold_start_row(case.name, release, times, precision, steps) for case, times in measured]
+    rows = [*rows[: len(paths)], *reading, *rows[len(paths) :]]
+    _print_table(rows, "phases", "s")
+    finish(rows, out)
+
+
+def _lay_out(config: Path, buckets: list[tuple[int, int, int]], work: Path) -> "Layout":
+    """Write the files of the server image of a config. `buckets`: replace the config's, unless empty."""
+    from preheat.local_server.server import build_context, lay_out, with_metadata
+
+    root = next((folder for folder in config.resolve().parents if (folder / "model" / "model.py").is_file()), ROOT)
+    layout = lay_out(build_context(root, config, work / "build"), work / "image")
+    if not buckets:
+        return layout
+    metadata = layout.config["model_metadata"]
+    entries = [{"height": height, "width": width, "rows": batch} for batch, height, width in buckets]
+    return with_metadata(layout, {**metadata, "preheat": {**metadata["preheat"], "buckets": entries}})
+
+
+def _print_table(rows: list[Row], parts: str, unit: str) -> None:
+    """Print a table of the rows, and the device, versions and request that they share."""
+    table = Table("case", f"p50 {unit}", f"p90 {unit}", f"p99 {unit}", "runs", f"{parts} (median {unit})")
+    for row in rows:
+        medians: Mapping[str, float] = getattr(row, parts)
+        shown = ", ".join(f"{name} {value:g}" for name, value in medians.items())
+        table.add_row(row.case, f"{row.p50:g}", f"{row.p90:g}", f"{row.p99:g}", str(row.runs), shown)
+    console.print(table)
+    first = rows[0]
+    console.print(f"{first.gpu}, torch {first.torch}, {first.precision}, {first.steps} steps, batch {first.batch}")
+
+
+def report(
+    folder: Annotated[
+        Path, typer.Argument(exists=True, file_okay=False, help="The folder of JSON files with rows.")
+    ] = ROOT / "docs" / "benchmarks",
+    out: Annotated[Path | None, typer.Option(help="The page; default: FOLDER.md.")] = None,
+) -> None:
+    """Write docs/benchmarks.md and its plots from the rows in docs/benchmarks/*.json, and delete other SVG files
+    there."""
+    from benchmarks.report import write_report
+
+    page = out or folder.absolute().parent / f"{folder.resolve().name}.md"
+    plots = write_report(folder, page)
+    console.print(f"{plain(page)}: {len(plots)} plots")

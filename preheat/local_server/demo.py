@@ -1,0 +1,58 @@
+"""Serve a release with the real Truss server on this machine, and read its cold start from its metrics."""
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from engine_builder.error_text import cause_of
+from gateway.listening import listen
+from preheat.local_server.client import CallFailed
+from preheat.local_server.server import Server, ServerFailed, build_context, check_config, lay_out
+from preheat.local_server.server_folder import server_folder
+
+
+@contextmanager
+def serving(
+    root: Path,
+    config: Path,
+    work: Path,
+    store: str,
+    release: str,
+    port: int | None = None,
+    kept_log: Path | None = None,
+) -> Iterator[Server]:
+    """Run the real Truss server on 127.0.0.1, from a Docker context of `root`, serving one release.
+
+    The context, the image's files and the log are written to a new folder under `work`. At the end the log is
+    copied to the file `kept_log`, and the folder is deleted. Raises ConfigError, ServerFailed or FolderFailed.
+    """
+    check_config(config)  # before the folder is made, so that a refused config leaves none
+    listen("127.0.0.1", port or 0, ServerFailed).close()  # a port that is taken is refused at once
+    with server_folder(work) as folder:
+        layout = lay_out(build_context(root, config, folder.path), folder.path / "image")
+        environment = {"PREHEAT_STORE": store, "PREHEAT_RELEASE": release}
+        log = folder.path / "server.log"
+        try:
+            with Server(layout, environment=environment, port=port, log=log, inherited=(folder.lock,)) as server:
+                yield server
+        finally:
+            if kept_log is not None and log.exists():
+                kept_log.parent.mkdir(parents=True, exist_ok=True)
+                # Copied, because an error names the log in the folder. Then moved, because two servers may end at once.
+                shutil.copyfile(log, folder.path / "kept.log")
+                os.replace(folder.path / "kept.log", kept_log)
+
+
+def cold_start_phases(url: str) -> dict[str, float]:
+    """Return the seconds of each phase from the server's metrics, in the order of the phases. Raises CallFailed."""
+    try:
+        text = httpx.get(f"{url}/metrics/", trust_env=False, timeout=10).text
+    except httpx.TransportError as error:
+        raise CallFailed(f"{url}/metrics/ cannot be read: {cause_of(error)}.") from error
+    matches = re.findall(r'^preheat_cold_start_seconds\{phase="([a-z0-9_]+)"\} ([0-9.e+-]+)$', text, re.MULTILINE)
+    return {phase: float(seconds) for phase, seconds in matches}
