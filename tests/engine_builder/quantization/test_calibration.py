@@ -154,14 +154,14 @@ def test_stored_ranges_stay_if_another_networks_are_missing(
 def test_base_runs_all_steps_of_half_of_the_prompts(
     plan: CalibrationPlan, store: WritableStore, tmp_path: Path
 ) -> None:
-    """Requests without a refiner do so too. The first prompt runs both ways, the second with the refiner."""
+    """Requests without a refiner do so too. The first prompt runs both ways, the second and fourth with the refiner."""
     base, refiner = Checkpoint(MODEL_FOLDER), Checkpoint(MODEL_FOLDER / "refiner")
-    plan = dataclasses.replace(plan, base=base, refiner=refiner, steps=5)
+    plan = dataclasses.replace(plan, base=base, refiner=refiner, steps=5, prompts=(*plan.prompts, "a star"))
     calls = {
         network.conditions.component: {found.calls for found in network.ranges.values()}
         for network in calibrate(plan, store, tmp_path / "partial")
     }
-    assert calls == {"unet": {(5 + 4) + 4 + 5}, "refiner_unet": {1 + 1}, "vae_decoder": {2 + 1 + 1}}
+    assert calls == {"unet": {(5 + 4) + 4 + 5 + 4}, "refiner_unet": {1 + 1 + 1}, "vae_decoder": {2 + 1 + 1 + 1}}
 
 
 @pytest.mark.parametrize(("is_damaged", "continued"), [(False, [2, 3]), (True, [0, 1, 2, 3])])
