@@ -2,10 +2,14 @@
 
 import base64
 import io
+import json
 import re
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from click.testing import CliRunner
 from PIL import Image
 
 from gateway.endpoint import BadEndpoint, parse_endpoint
@@ -137,6 +141,31 @@ def test_save_predicted_refuses_output_without_an_image(tmp_path: Path) -> None:
         with pytest.raises(CallFailed, match=message):
             save_predicted(io.BytesIO(output.encode()), tmp_path / "out.png")
     assert not list(tmp_path.iterdir())
+
+
+def test_saves_what_truss_predict_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real command and its client, without a deployment. It ends with status 0 also after a refusal."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of its dependencies
+        from truss.cli import cli
+        from truss.remote.baseten.core import ModelVersionHandle
+    file = io.BytesIO()
+    Image.effect_noise((64, 64), 90).save(file, "JPEG")  # its base64 has more columns than a terminal
+    bodies = {"data": base64.b64encode(file.getvalue()).decode()}, {"error": "prompt: is missing"}
+    answers = [Answer(status, json.dumps(body).encode()) for status, body in zip((200, 400), bodies, strict=True)]
+    with ScriptedServer(lambda number, _: answers[number]) as server:
+        handle = ModelVersionHandle("v1", "m", f"http://127.0.0.1:{server.port}")
+        service = cli.BasetenService(handle, True, dict, "", None)
+        monkeypatch.setattr(cli.RemoteFactory, "create", lambda **_: SimpleNamespace(get_service=lambda **_: service))
+        environment = {"HOME": str(tmp_path), "TRUSS_NO_UPDATE_CHECK": "1", "NO_PROXY": "*"}
+        command = ["predict", "--remote", "r", "--model", "m", "-d", '{"prompt": "a lighthouse"}']
+        saved, refused = [CliRunner().invoke(cli.truss_cli, command, env=environment) for _ in answers]
+    assert (saved.exit_code, refused.exit_code) == (0, 0), saved.output
+    assert saved.stdout.startswith("Calling predict on development deployment"), "save_predicted skips this line"
+    [path] = save_predicted(io.BytesIO(saved.stdout_bytes), tmp_path / "out.png")
+    assert path == tmp_path / "out.jpg" and path.read_bytes() == file.getvalue()
+    with pytest.raises(CallFailed, match="prompt: is missing"):
+        save_predicted(io.BytesIO(refused.stdout_bytes), tmp_path / "refused.png")
 
 
 def test_save_images_names_files_by_number_and_format(tmp_path: Path) -> None:
