@@ -99,7 +99,17 @@ def test_second_model_of_an_architecture_compiles_nothing(
     first = build(toy_plan, store_copy).draft
     for subfolder in ("text_encoder", "text_encoder_2", "unet", "vae"):
         edit_weights(folder_copy / subfolder, perturb)
-    result = build(plan_of(folder_copy, "other"), store_copy)
+    stored = {engine.component: engine for engine in first.engines}
+
+    def overwrite_unet(component: str, activity: str, *_: object) -> None:
+        """Another build writes the UNet's record after its engine was checked."""
+        if (component, activity) == ("vae_decoder", "checking"):  # the last component
+            other = store_copy.read_record("engines", stored["vae_decoder"].key) or b""
+            store_copy.write_record("engines", stored["unet"].key, other)
+
+    result = build(plan_of(folder_copy, "other"), store_copy, overwrite_unet)
+    overwritten = BuiltEngine.find(store_copy, stored["unet"].key)
+    assert overwritten is not None and overwritten.blob == stored["vae_decoder"].blob
     assert result.compiled == ()
     assert set(result.reused) == set(toy_plan.components)
     assert engine_blobs(result.draft) == engine_blobs(first)

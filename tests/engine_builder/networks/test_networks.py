@@ -25,6 +25,7 @@ from engine_builder.kernels import winograd
 from engine_builder.kernels.winograd import WinogradConv
 from engine_builder.networks import blocks
 from engine_builder.networks.blocks import channels_last_group_norm, subpixel_upsample, upsample
+from engine_builder.networks.kernel_form import has_half_kernels, has_kernels, plain_operations
 from engine_builder.networks.network import ModuleReader, load_network
 from engine_builder.stores.store import open_writable_store
 from model.loading.target import Target
@@ -321,6 +322,22 @@ def test_validation_runs_pytorchs_own_operations(toy_folder: Path) -> None:
 
     accuracy = validate(fast, SimpleNamespace(bucket=static_bucket(1, 64, 64), run=run), [])  # type: ignore[arg-type]
     assert 0 < accuracy.relative < 5e-3
+
+
+class GpuTensor(torch.Tensor):
+    """A CPU tensor that claims to be on a GPU."""
+
+    is_cuda = True
+
+
+def test_kernels_are_used_on_gpus_except_in_validations() -> None:
+    tensor = torch.zeros(1)
+    on_gpu, half_on_gpu = (one.as_subclass(GpuTensor) for one in (tensor, tensor.half()))
+    assert [has_kernels(one) for one in (tensor, on_gpu)] == [False, True]
+    assert [has_half_kernels(one) for one in (tensor.half(), on_gpu, half_on_gpu)] == [False, False, True]
+    with plain_operations():
+        assert not has_kernels(on_gpu) and not has_half_kernels(half_on_gpu)
+    assert has_kernels(on_gpu)
 
 
 @pytest.mark.parametrize("component, precision, device, uses_winograd", [

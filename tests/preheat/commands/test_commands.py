@@ -1,6 +1,7 @@
 """Commands refuse invalid arguments before they do anything, and report an output that cannot be written."""
 
 import base64
+import errno
 import json
 import os
 import subprocess
@@ -364,6 +365,22 @@ def test_written_file_keeps_links_and_permissions(tmp_path: Path) -> None:
     (tmp_path / "default").touch()
     assert (tmp_path / "new").stat().st_mode == (tmp_path / "default").stat().st_mode
     assert sorted(path.name for path in tmp_path.iterdir()) == ["default", "link", "new", "target"]
+
+
+def test_written_file_may_be_irreplaceable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It belongs to another user, as whose file a new one would not be, or its folder is read-only."""
+    path = tmp_path / "shared"
+    path.write_bytes(b"before")
+    inode = path.stat().st_ino
+    for call, number in (("fchown", errno.EPERM), ("open", errno.EACCES)):
+
+        def refuse(*_: object, number: int = number) -> None:
+            raise OSError(number, os.strerror(number))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, call, refuse)
+            write_file(path, call.encode())
+        assert path.stat().st_ino == inode and path.read_bytes() == call.encode() and list(tmp_path.iterdir()) == [path]
 
 
 def test_written_file_may_be_standard_output(tmp_path: Path) -> None:
