@@ -237,6 +237,15 @@ def test_refuses_a_record_of_other_weights_or_an_older_version(store: WritableSt
         find_calibration(store, "unet", "a" * 64)
 
 
+def test_finds_the_calibration_with_the_most_prompts_then_steps(store: WritableStore) -> None:
+    for prompts, steps in ((2, 9), (3, 4), (3, 5), (3, 2)):  # the best one is neither the first nor the last
+        conditions = dataclasses.replace(CONDITIONS, prompt_count=prompts, steps=steps)
+        write_calibration(store, conditions, {"proj": observed(torch.full((1, 2), float(prompts * steps)))})
+    key, ranges = find_calibration(store, "unet", "a" * 64)
+    assert ranges["proj"].absolute_maximum == 3 * 5
+    assert key == dataclasses.replace(CONDITIONS, prompt_count=3, steps=5).key
+
+
 def test_refuses_a_damaged_record(store: WritableStore, record: CalibrationRecord) -> None:
     for data in (save({"proj.counts": torch.zeros(3)}), save({"proj.counts": torch.zeros(BINS).long()}), b"text"):
         record.model_copy(update={"ranges": put_blob(store, data)}).write(store, CONDITIONS.key)
