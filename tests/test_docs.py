@@ -125,6 +125,22 @@ def test_named_commands_have_their_options() -> None:
     assert unknown == []
 
 
+def test_shown_modules_exist_and_have_their_options() -> None:
+    """The log and the rows of benchmarks name modules of earlier commits."""
+    found = 0
+    for page in PAGES:
+        if page.parent.name == "log" or page == DOCS / "benchmarks.md":
+            continue
+        for module, arguments in re.findall(r"python -m ([\w.]+)([^`\n]*)", page.read_text()):
+            path = REPOSITORY / f"{module.replace('.', '/')}.py"
+            assert path.is_file() and "__main__" in path.read_text(), f"{relative(page)}: {module}"
+            parsed = "".join(source.read_text() for source in path.parent.glob("*.py"))  # modules share parsers
+            missing = [option for option in re.findall(r" (--[a-z-]+)", arguments) if f'"{option}"' not in parsed]
+            assert missing == [], f"{relative(page)}: {module}"
+            found += 1
+    assert found >= 8
+
+
 def test_request_reference_is_current() -> None:
     text = request_reference.PAGE.read_text()
     assert text == request_reference.page(text), (

@@ -66,6 +66,8 @@ OTHERS: list[tuple[list[str], str]] = [
     (["bench", "cold-start", "x/1", "--bucket", "big"], "'big' is not WIDTHxHEIGHT@BATCH"),
     (["bench", "multi-gpu", "x/1", "--bands", "3"], "3 is not 1, 2, 4 or 8"),
     (["triton-client", "x", "--grpc", "--control-scale", "edges=1"], "edges has no control image"),
+    (["triton-client", "x", "--control", "edges"], "'edges' is not NAME=VALUE"),
+    (["triton-client", "x", "--control", "edges=a.png", "--control", "edges=b.png"], "edges is named twice"),
     (["triton-client", "x", "--grpc", "--model", "generate_20_pipeline", "--steps", "3"], "are fixed"),
     (["publish", "x", "--without-fp8", "--accept"], "contradicts --accept"),
     (["releases", "--out", "x"], "is an option of --validation"),
