@@ -64,6 +64,8 @@ def test_broken_latents_give_a_picture(dtype: torch.dtype) -> None:
         latents = torch.zeros((1, 4, 6, 8), dtype=dtype)
         latents[0, 1, 2:4] = value
         assert pixels(Preview(preview_map_of(numbers, CPU), latents).encode()).shape == (6, 8, 3)
+    broken = torch.full((1, 4, 6, 8), torch.nan, dtype=dtype)
+    assert not pixels(Preview(preview_map_of(record(), CPU), broken).encode()).any(), "NaN is black"
 
 
 def with_largest_weights(layer: PreviewLayer) -> PreviewLayer:
