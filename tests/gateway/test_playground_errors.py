@@ -7,7 +7,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -164,6 +164,12 @@ def test_checks_values_before_sending(full_page: Page, server: ToyServer) -> Non
         expect(full_page.locator("#error")).to_be_hidden()  # the field has changed
 
 
+def test_network_error_says_so(page: Page) -> None:
+    page.route("**/v1/models/**", lambda route: route.abort())
+    page.click("#generate")
+    expect(page.locator("#error")).to_contain_text("The gateway does not answer")
+
+
 def test_asks_for_the_key_at_its_field(browser: Browser, server: ToyServer, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(f"page {KEY}\n")
     server.answer = stream(image(0), DONE)
@@ -231,3 +237,27 @@ def test_photo_of_another_size_is_cropped(page: Page, server: ToyServer, photo: 
     expect(page.locator(".card")).to_have_count(1)
     sent = server.requests[-1]
     assert (sent["width"], sent["height"], sent["resize"]) == (320, 192, "crop")
+
+
+CONTRASTS = """() => {
+  const light = (text) => text.match(/[0-9.]+/g).slice(0, 3).map((level) => {
+    const value = level / 255;
+    return value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4;
+  }).reduce((sum, value, index) => sum + value * [0.2126, 0.7152, 0.0722][index], 0.05);
+  const ratio = (one, other) => Math.max(light(one) / light(other), light(other) / light(one));
+  const form = getComputedStyle(document.querySelector("form"));
+  const fields = [...document.querySelectorAll("form :is(input:not([type=checkbox]), select, textarea)")];
+  const styles = fields.map((field) => [getComputedStyle(field), getComputedStyle(field, "::placeholder")]);
+  return [
+    ratio(form.color, form.backgroundColor),
+    Math.min(...styles.map(([own, hint]) => ratio(hint.color, own.backgroundColor))),
+    Math.min(...styles.map(([own]) => ratio(own.borderTopColor, form.backgroundColor))),
+  ];
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_contrast_is_sufficient(scheme: Literal["light", "dark"], full_page: Page) -> None:
+    full_page.emulate_media(color_scheme=scheme)
+    text, placeholder, border = full_page.evaluate(CONTRASTS)
+    assert text >= 4.5 and placeholder >= 4.5 and border >= 3, "WCAG 1.4.3 and 1.4.11"
