@@ -301,6 +301,19 @@ def test_winograd_conv_call_equals_pytorch() -> None:
     assert torch.equal(winograd_weight(kernel), winograd_weight(kernel.double()).half())
 
 
+def test_only_wide_convolutions_of_whole_blocks_use_winograd() -> None:
+    """The kernels read blocks of channels. The weights of an engine's key are in one form."""
+    for channels_in, channels_out, uses_winograd in (
+        *((640, 640, True), (320, 640, True), (960, 320, True)),
+        *((320, 320, False), (640, 64, False), (660, 640, False)),
+    ):
+        with torch.device("meta"):
+            conv, narrow = torch.nn.Conv2d(channels_in, channels_out, 3), torch.nn.Conv2d(64, 64, 3)
+            block = SimpleNamespace(conv1=conv, conv2=narrow)
+            winograd.replace_wide_convs(block)
+        assert isinstance(block.conv1, WinogradConv) == uses_winograd and block.conv2 is narrow, channels_in
+
+
 @pytest.fixture
 def winograd_without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use Winograd's form for convolutions of any width, and keep modules for a GPU on the CPU."""
@@ -342,7 +355,7 @@ def test_kernels_are_used_on_gpus_except_in_validations() -> None:
 
 @pytest.mark.parametrize("component, precision, device, uses_winograd", [
     ("unet", FP16, "cuda", True), ("unet_guided", BF16, "cuda", True), ("unet", FP32, "cuda", False),
-    ("unet", FP16, "cpu", False),
+    ("unet", FP16, "cpu", False), ("unet_2_bands", FP16, "cuda", False),
 ])  # fmt: skip
 @pytest.mark.usefixtures("winograd_without_gpu")
 def test_unet_uses_winograd_on_gpus_in_half_precision(
