@@ -23,7 +23,7 @@ from gateway.backend import parse_backend
 from gateway.errors import GatewayConfigError
 from gateway.keys import read_keys
 from model.api.body_limit import MAX_BODY_BYTES
-from model.api.fair_queue import CLIENT_HEADER
+from model.api.fair_queue import CLIENT_HEADER, SMALL_PRICE
 from model.images.inputs import decode_mask, read_image, read_mask
 from preheat.local_server.server import Server
 from tests.support.gateway import running_gateway
@@ -313,6 +313,32 @@ def answering(
         return lines(DESCRIPTION | {"release": release})
 
     return ScriptedServer(script)
+
+
+def test_decodes_one_large_file_at_once_beside_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded, small_passed, decoding, most = openai_requests.to_8_bits, threading.Event(), [0], [0]
+
+    def decode(image: Image.Image, depth: int) -> Image.Image:
+        if image.width > 64:
+            decoding[0] += 1
+            most[0] = max(most[0], decoding[0])
+            small_passed.wait(5)
+            decoding[0] -= 1
+        return decoded(image, depth)
+
+    monkeypatch.setattr(openai_requests, "to_8_bits", decode)
+    side = 1 + int(SMALL_PRICE**0.5)
+    with answering("toy/1") as backend, running_gateway([backend.url]) as url, ThreadPoolExecutor() as clients:
+
+        def send(file: bytes) -> int:
+            parts: Any = {"image": ("a.png", file, "image/png"), "prompt": (None, PROMPT)}
+            return httpx.post(f"{url}/v1/images/edits", files=parts, trust_env=False, timeout=60).status_code
+
+        large = [clients.submit(send, png(side, side, hole=True)) for _ in range(3)]
+        eventually(lambda: decoding[0] == 1, "a large file is decoded")
+        assert send(png(hole=True)) == 200 and decoding[0] == 1, "the small file has waited"
+        small_passed.set()
+        assert [answer.result() for answer in large] == [200] * 3 and most == [1]
 
 
 def test_repeats_only_what_was_not_started(server: Server, release: str) -> None:
