@@ -268,9 +268,10 @@ def overloaded(retry_after: str) -> Answer:
 
 @pytest.mark.parametrize("program", REPEATING_PROGRAMS)
 def test_repeats_the_request_to_a_busy_server(program: str, tmp_path: Path) -> None:
+    """A proxy of the environment, which cannot reach a local server, is not used."""
     responses = [overloaded("0"), Answer(503, b"loading"), one_image(b"third")]
     with ScriptedServer(lambda number, _: responses[number]) as server:
-        ran = run(command(program, {}), server.url, tmp_path)
+        ran = run(command(program, {}), server.url, tmp_path, http_proxy="http://127.0.0.1:9")
     assert (ran.returncode, len(server.headers)) == (0, 3), ran.stderr
     assert (tmp_path / str(IMAGE_FILES[program])).read_bytes() == b"third"
     if program == "generate.py":
