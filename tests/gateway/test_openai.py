@@ -316,7 +316,7 @@ def answering(
 
 
 def test_decodes_one_large_file_at_once_beside_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoded, small_passed, decoding, most = openai_requests.to_8_bits, threading.Event(), [0], [0]
+    decoded, small_passed, decoding, most = images_api.to_8_bits, threading.Event(), [0], [0]
 
     def decode(image: Image.Image, depth: int) -> Image.Image:
         if image.width > 64:
@@ -326,7 +326,7 @@ def test_decodes_one_large_file_at_once_beside_small_ones(monkeypatch: pytest.Mo
             decoding[0] -= 1
         return decoded(image, depth)
 
-    monkeypatch.setattr(openai_requests, "to_8_bits", decode)
+    monkeypatch.setattr(images_api, "to_8_bits", decode)
     side = 1 + int(SMALL_PRICE**0.5)
     with answering("toy/1") as backend, running_gateway([backend.url]) as url, ThreadPoolExecutor() as clients:
 

@@ -22,10 +22,10 @@ from engine_builder.building.build_plan import BuildPlan, Size
 from engine_builder.building.validate import validate
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError, variant_of
 from engine_builder.kernels import winograd
+from engine_builder.kernels.kernel_form import has_half_kernels, has_kernels, plain_operations
 from engine_builder.kernels.winograd import WinogradConv
 from engine_builder.networks import blocks
 from engine_builder.networks.blocks import channels_last_group_norm, subpixel_upsample, upsample
-from engine_builder.networks.kernel_form import has_half_kernels, has_kernels, plain_operations
 from engine_builder.networks.network import ModuleReader, load_network
 from engine_builder.stores.store import open_writable_store
 from model.loading.target import Target
