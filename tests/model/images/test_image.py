@@ -4,6 +4,8 @@ import base64
 import io
 import itertools
 import os
+import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -128,6 +130,23 @@ def test_jpeg_is_baseline_with_colour_at_half_resolution() -> None:
     image = read_image(encode(make_pixels(), "jpeg", 95))
     assert "progressive" not in image.info
     assert image.layer[0][1:3] == (2, 2)  # type: ignore[attr-defined]
+
+
+def test_encodes_jpeg_without_the_interpreter_lock() -> None:
+    """Pillow's `encode_to_file` releases the lock. Its `encode`, for files without a descriptor, does not."""
+    calls: set[str] = set()
+
+    def record(frame: Any, event: str, function: Any) -> None:
+        if event == "c_call" and function.__name__.startswith("encode"):
+            calls.add(function.__name__)
+
+    pixels = make_pixels()
+    sys.setprofile(record)
+    try:
+        encode(pixels, "jpeg", 90)
+    finally:
+        sys.setprofile(None)
+    assert calls == {"encode_to_file"}
 
 
 def test_base64_is_the_file_on_one_line() -> None:

@@ -14,6 +14,7 @@ import torch
 from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import normalize
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
 from engine_builder.checkpoints.safety_checker import find_safety_checker
@@ -123,6 +124,18 @@ def test_scores_are_rounded(special: float, concept: float, expected: bool) -> N
     assert decide(*scores).tolist() == [expected]
 
 
+class LargestTensor(TorchDispatchMode):
+    """Records the bytes of the largest tensor that an operation returns."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.bytes = max(self.bytes, result.nbytes)
+        return result
+
+
 @pytest.mark.parametrize(
     ("height", "width"),
     [(64, 64), (128, 192), (512, 768), (200, 97), (224, 224), (640, 320), (960, 320), (301, 907), (3072, 1536)],
@@ -130,7 +143,10 @@ def test_scores_are_rounded(special: float, concept: float, expected: bool) -> N
 def test_prepares_images_like_clips_processor(height: int, width: int) -> None:
     """All levels are equal, also of noise, which the filter overshoots. Large images are prepared in parts."""
     image = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
-    difference = (clip_input(torch.from_numpy(image)[None], side=224) - toy_safety_checker.clip_pixels([image])).abs()
+    with LargestTensor() as largest:
+        prepared = clip_input(torch.from_numpy(image)[None], side=224)
+    assert 0 < largest.bytes <= 2**25  # the largest image alone has 108 MiB in float64
+    difference = (prepared - toy_safety_checker.clip_pixels([image])).abs()
     # float32 rounding of the normalization
     assert (difference * 255 * torch.tensor(DEVIATION)[:, None, None]).max() < (0.001 if height < 2000 else 0.003)
 

@@ -139,6 +139,68 @@ def test_processes_fetch_each_blob_once_and_keep_the_limit(
     assert sum(path.stat().st_size for path in (root / "blobs").rglob("*") if path.is_file()) <= limit
 
 
+def test_late_process_deletes_its_partial_before_it_hashes(root: Path) -> None:
+    """Another process finishes the blob after this one found it missing, and before this one locks its partial file."""
+    partials_while_hashing: list[set[str]] = []
+
+    class Late(BlobCache):
+        def has(self, digest: str) -> bool:
+            found = super().has(digest)
+            if not found:
+                fetch(BlobCache(root), "a")
+            return found
+
+        def get(self, digest: str, size: int) -> Path:
+            partials_while_hashing.append(file_names(root, "partial"))
+            return super().get(digest, size)
+
+    digest, data = blob_of("a")
+    assert Late(root).fetch_blob(digest, len(data), PART, never).read_bytes() == data
+    assert partials_while_hashing == [set()]
+
+
+def test_touch_by_another_process_is_not_damage(root: Path) -> None:
+    """The touch changes the file's times while this process streams a blob that it has verified before."""
+    cache = BlobCache(root)
+    digest, data = blob_of("a")
+    path = fetch(cache, "a")
+    received, touched = bytearray(), list[int]()
+
+    class Sink:
+        def buffer(self, at: int) -> memoryview:
+            return memoryview(bytearray(PART))
+
+        def filled(self, at: int, data: memoryview) -> None:
+            if at == PART and not touched:
+                os.utime(path)
+                touched.append(at)
+            del received[at:]
+            received.extend(data)
+
+    assert cache.stream_cached(digest, len(data), Sink())
+    assert touched and bytes(received) == data and path.exists()
+
+
+def test_blob_that_another_process_replaced_is_not_deleted(root: Path) -> None:
+    """The other process replaces a damaged blob while this one hashes it."""
+    digest, data = blob_of("a")
+    fetch(BlobCache(root), "a").write_bytes(b"b" * len(data))
+
+    class Slow(BlobCache):
+        replaced = False
+
+        def get(self, digest: str, size: int) -> Path:
+            try:
+                return super().get(digest, size)
+            finally:
+                if not self.replaced:
+                    self.replaced = True
+                    fetch(BlobCache(root), "a")
+
+    cache = Slow(root)
+    assert cache.fetch_blob(digest, len(data), PART, never).read_bytes() == data and cache.replaced
+
+
 # -- space --------------------------------------------------------------------------------------------------------
 
 
@@ -276,6 +338,28 @@ def test_full_disk_is_reported_and_unpinned_blobs_evicted(root: Path) -> None:
         f"The cache {root} is full (No space left on device). Free space on that disk, or name another folder "
         "(PREHEAT_CACHE_DIR, cache_dir in config.yaml, --cache-dir)."
     )
+
+
+LIMITED = """
+    import resource, sys
+    from pathlib import Path
+    from model.errors import StoreError
+    from model.store.blob_cache import BlobCache
+    from tests.support.cached_blobs import fetch, file_names
+
+    root = Path(sys.argv[1])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    try:
+        fetch(BlobCache(root), "b", 100_000)
+    except StoreError as error:
+        print(error)
+    assert not file_names(root) and not file_names(root, "partial")
+"""
+
+
+def test_file_size_limit_is_reported(root: Path) -> None:
+    [message] = finish(python(LIMITED, root)).splitlines()
+    assert message.startswith(f"The cache {root} is full (File too large). Free space")
 
 
 def test_unusable_folder_is_reported(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from model.errors import StoreError
+from model.errors import ConfigError, StoreError
 from model.settings import plain_secrets, read_settings
 from model.store.options import StoreOptions
 from model.store.store import open_store
@@ -64,6 +64,24 @@ def test_environment_credentials_replace_secrets(bare: None, monkeypatch: pytest
         assert (options.access_key_id, options.secret_access_key, options.profile) == (None, None, "p")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "other")
     assert options_of({}, secrets).access_key_id is None
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.setenv("AWS_PROFILE", "other")
+    assert options_of({}, secrets).access_key_id is None
+
+
+def test_failing_secret_is_not_a_missing_one(bare: None) -> None:
+    class Broken(Secrets):
+        def __getitem__(self, key: str) -> str:
+            raise PermissionError(key)
+
+    with pytest.raises(PermissionError):
+        options_of({}, Broken())
+
+
+def test_refuses_invalid_cache_size(bare: None) -> None:
+    for size in ("many", "-1", "0", 1.5, True, "1 GB", "2GiBGiB"):
+        with pytest.raises(ConfigError, match="cache_bytes: got .* expected a whole number of bytes or a size like"):
+            options_of({"cache_bytes": size})
 
 
 @pytest.mark.parametrize("folder, cause", [("~nobody-here/c", "could not determine home"), ("a\0b", "a NUL character")])
