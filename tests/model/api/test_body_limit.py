@@ -19,6 +19,7 @@ from model.api.body_limit import CLIENT, MAX_BODY_BYTES, SMALL_BODY_BYTES, BodyL
 from model.api.service import STATUS
 from model.errors import PreheatError
 from preheat.local_server.server import Server
+from model.errors import Overloaded, PreheatError
 from tests.support.predictions import PREDICT_PATH
 from tests.support.waiting import TIMEOUT_SECONDS
 
@@ -196,6 +197,26 @@ def test_slow_body_is_kept_while_it_arrives() -> None:
         await asyncio.sleep(0)
         assert await half_sent(limited, 2 * 2**20, "") == 429 and not held.done()
         held.cancel()
+
+    run_within_timeout(run())
+
+
+def test_body_given_up_with_its_last_part_is_not_used() -> None:
+    async def run() -> None:
+        echo = Echo()
+        limited = BodyLimit(echo.application, refuse, BodyLimits(pause_seconds=0.05))
+        statuses: list[int] = []
+
+        async def receive() -> Message:
+            next(iter(limited.bodies)).give_up(Overloaded("", 1))
+            return {"type": "http.request", "body": b"A", "more_body": False}
+
+        async def send(message: Message) -> None:
+            statuses.append(message.get("status", 0))
+
+        headers = [(b"content-length", b"1")]
+        await limited({"type": "http", "path": "/", "method": "POST", "headers": headers}, receive, send)
+        assert statuses[0] == 429 and echo.read == 0
 
     run_within_timeout(run())
 

@@ -38,7 +38,7 @@ from model.store.store import Store
 from preheat.local_server.client import CallFailed, generate
 from preheat.local_server.server import Layout, Server
 from tests.conftest import READY_SECONDS
-from tests.support.images import largest_difference, open_image, pixels
+from tests.support.images import file_of, largest_difference, open_image, pixels
 from tests.support.in_process import serve_in_process
 from tests.support.linear_networks import linear_model, stub
 from tests.support.predictions import PREDICT_PATH, PROMPT, SMALL, http_client, post, predict
@@ -264,7 +264,8 @@ def test_ended_server_does_not_decode_images() -> None:
     with serving() as (service, scheduler):
         assert asyncio.run(answer_to(service, image="AAAA")).status_code == 400
         scheduler.close()
-        assert asyncio.run(answer_to(service, image="AAAA")).status_code == 503
+        answer = asyncio.run(answer_to(service, image="AAAA"))
+        assert answer.status_code == 503 and answer.headers["Retry-After"] == "5"
 
 
 @dataclass
@@ -377,6 +378,17 @@ def test_request_that_ends_while_it_is_submitted_is_cancelled_once(end: str) -> 
 
     with serving() as (service, scheduler):
         asyncio.run(end_requests())
+
+
+def test_accepted_request_releases_its_texts() -> None:
+    """Truss keeps the request object until the answer."""
+    data = file_of(np.zeros((64, 64, 3), np.uint8))
+    request = GenerationRequest(prompt="a circle", image=data, strength=1.0, masks=[{"image": data}])
+    http = Request({"type": "http", "headers": []}, lambda: asyncio.Event().wait())
+    with serving() as (service, _):
+        response: Any = asyncio.run(service.answer(request, http))
+    assert response.status_code == 200
+    assert data not in str(request)
 
 
 def test_broken_image_is_an_error_with_its_seed(caplog: pytest.LogCaptureFixture) -> None:

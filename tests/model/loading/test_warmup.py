@@ -93,6 +93,18 @@ def test_makes_every_loop_and_runs_every_size(loaded: Loaded) -> None:
     assert [inputs["pixels"].shape[-1] for inputs in encoder.seen] == [96]
 
 
+@pytest.mark.parametrize("guidance_scale", [7.5, 1.0])
+def test_encodes_text_in_every_batch_size(guidance_scale: float, loaded: Loaded) -> None:
+    """So that no request is the first to run a text network at a size."""
+    defaults = loaded.served.defaults.model_copy(update={"guidance_scale": guidance_scale})
+    with torch.inference_mode():
+        warm_up(replace(loaded, served=replace(loaded.served, defaults=defaults)))
+    refiner = (spec.REFINER_TEXT_ENCODER_2, spec.REFINER_UNET_TEXT)
+    for name in (spec.TEXT_ENCODER, spec.TEXT_ENCODER_2, spec.UNET_TEXT, *refiner):
+        batches = {len(next(iter(inputs.values()))) for inputs in stub(loaded.model, name).seen}
+        assert batches == {1, 2}, name
+
+
 @pytest.mark.parametrize(
     "seconds, efficient, tried",
     [

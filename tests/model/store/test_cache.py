@@ -12,7 +12,7 @@ import pytest
 from model.errors import CorruptBlob, StoreError
 from model.store.blob_cache import BlobCache, PartialBlob
 from tests.model.store.processes import finish, own_mounts, python
-from tests.support.cached_blobs import PART, Fill, blob_of, fetch, file_names, fill_with
+from tests.support.cached_blobs import PART, Fill, blob_of, bytes_read, fetch, file_names, fill_with
 
 
 def fail_after(parts: int, data: bytes, error: Exception) -> Fill:
@@ -49,6 +49,15 @@ def test_blob_is_fetched_once(root: Path, size: int) -> None:
     assert path.read_bytes() == data and parts == list(range(max(1, -(-size // PART))))
     assert cache.fetch_blob(digest, size, PART, never) == path == BlobCache(root).fetch_blob(digest, size, PART, never)
     assert not file_names(root, "partial")
+
+
+def test_fetched_blob_is_not_hashed_again(root: Path) -> None:
+    cache, size = BlobCache(root), 1_000_000
+    fetch(cache, "a", size)
+    before = bytes_read()
+    for _ in range(2):
+        cache.fetch_blob(blob_of("a", size)[0], size, PART, never)
+    assert bytes_read() - before < size
 
 
 def test_partial_blob_is_resumed(root: Path) -> None:

@@ -105,6 +105,14 @@ def test_concurrent_requests_use_both_workers(pool: Server, client: httpx.Client
     assert min(spent) > 0.2 * max(spent), spent
 
 
+def test_refuses_what_only_a_worker_can_plan(client: httpx.Client) -> None:
+    """The weight of a prompt is checked when the request is planned."""
+    for stream in (False, True):
+        request = REQUEST | {"prompt": "(word:1000)", "prompt_syntax": "weighted", "stream": stream}
+        answer = client.post(PREDICT_PATH, json=request)
+        assert answer.status_code == 400 and answer.json()["field"] == "prompt", answer.text
+
+
 @pytest.mark.full
 def test_metrics_add_the_workers_and_keep_ended_ones(pool: Server, client: httpx.Client) -> None:
     images, steps = (settled(client, f"preheat_{name}_total") for name in ("images", "steps"))
