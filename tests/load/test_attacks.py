@@ -102,9 +102,8 @@ def test_client_harms_no_other(
             [model] = httpx.get(f"{url}/v1/models", headers=headers, trust_env=False).json()["data"]
             pids = {pid: MAX_MEMORY_MIB} | ({server.pid: MAX_SERVER_MIB} if is_real else {})
             command = [sys.executable, "-m", "tests.support.attacks", attack, url, KEYS["attacker"], str(SECONDS)]
-            with others_are_served(url, model["id"], pids, show_progress):
-                attacker = subprocess.Popen(command)
-            attacker.wait(60)
+            with ExitStack() as stack, others_are_served(url, model["id"], pids, show_progress):
+                stack.enter_context(subprocess.Popen(command))  # waits for its end, also after a failed check
 
 
 @pytest.mark.parametrize("attack", [*backend_attacks.ATTACKS, "locked history"])
