@@ -331,6 +331,7 @@ def with_palette_alphas(alphas: bytes) -> bytes:
 
 
 SCAN = PROGRESSIVE[PROGRESSIVE.rindex(b"\xff\xda") : -2]
+FRAME = JPEG.index(b"\xff\xc0")
 MANY_WEBP_CHUNKS = WEBP[8:] + b"JUNK\0\0\0\0" * 1_000
 
 
@@ -343,6 +344,7 @@ MANY_WEBP_CHUNKS = WEBP[8:] + b"JUNK\0\0\0\0" * 1_000
         (with_palette_alphas(b"\xff" * 300 + b"\0"), "truncated or damaged"),
         (with_palette_alphas(b"\1" * 300), "truncated or damaged"),
         (JPEG.replace(b"\xff\xc0", b"\xff\xc9", 1), "lossless or arithmetic"),
+        (JPEG[:FRAME] + JPEG[FRAME : FRAME + 19] + JPEG[FRAME:], "two frame headers"),
         (insert_chunks(PNG, chunk(b"tEXt") * MAX_PNG_CHUNKS), "chunks"),
         (insert_segments(JPEG, b"\xff\xfe\0\x02" * 2_000), "segments"),
         (PROGRESSIVE[:-2] + SCAN * MAX_JPEG_SCANS + PROGRESSIVE[-2:], "scans"),

@@ -13,6 +13,7 @@ from model.errors import BrokenImage, Cancelled, EngineError, Overloaded, Reques
 from model.loading.served import Defaults, ServedModel, ServedRelease, SizeList
 from model.scheduling.job import ImageEvent, StepEvent
 from model.settings import Limits, Settings
+from model.workers import supervisor
 from model.workers.messages import (
     Cancel,
     Failed,
@@ -229,6 +230,19 @@ def test_hanging_worker_is_ended(silent: bool, make: Callable[..., Scene]) -> No
     assert first.reason.endswith(f"no step ended within {scene.pool.limits.stuck_seconds:g} s")
 
 
+def test_a_worker_that_stood_still_goes_on(make: Callable[..., Scene]) -> None:
+    """As in a frozen container: it reports a step that took too long."""
+    scene = make(1)
+    scene.load()
+    job = scene.submit()
+    [worker] = scene.workers
+    unhealthy = [Status(False, 0, 0, 1, {})] * (UNHEALTHY_STATUSES - 1)
+    worker.answer(*unhealthy, Status(True, 0, 0, 1, {}), *unhealthy)
+    worker.images(worker.requests[0], 0)
+    worker.answer(Finished(worker.requests[0].number, {}))
+    assert job.result.result(TIMEOUT_SECONDS).images and not worker.reason
+
+
 def test_a_request_that_ends_its_workers_is_given_up(make: Callable[..., Scene]) -> None:
     scene = make(MAX_ATTEMPTS + 1)
     scene.load()
@@ -300,6 +314,55 @@ def test_one_worker_that_loads_suffices(make: Callable[..., Scene]) -> None:
         worker.load()
     assert scene.pool.wait_ready(cold_start) == RELEASE
     assert cold_start.phases == {"import": 3.0}  # of the slowest
+
+
+def test_a_worker_that_loads_late_counts_as_loaded(make: Callable[..., Scene]) -> None:
+    """The first one fails, is started again and loads, before the second one fails."""
+    scene = make()
+    first, second = scene.workers
+    first.answer(LoadFailed(EngineError("broken", "")))
+    first.end()
+    eventually(lambda: len(scene.started) == 3, "the second process of the first worker")
+    scene.started[2].load()
+    eventually(scene.pool.healthy, "a worker that serves")
+    second.end()
+    assert scene.pool.wait_ready(ColdStart()) == RELEASE
+
+
+def test_one_worker_that_hangs_in_its_load_stops_nothing(
+    make: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "MORE_SECONDS", 0.2)
+    scene = make()
+    scene.workers[1].load()
+    assert scene.pool.wait_ready(ColdStart()) == RELEASE
+
+
+def test_a_worker_that_cannot_be_started_is_tried_again() -> None:
+    started: list[ScriptedWorker] = []
+    errors = [NotImplementedError("of a mapping"), None]
+
+    def start(number: int) -> Worker:
+        if (error := errors.pop(0)) is not None:
+            raise error
+        started.append(ScriptedWorker(number, 1))
+        return started[-1]
+
+    pool = WorkerPool(Settings(), {}, 1, 0, start)
+    eventually(lambda: bool(started), "the second start")
+    started[0].load()
+    eventually(pool.healthy, "a worker that serves")
+    pool.close()
+
+
+def test_a_kill_during_the_load_is_no_failed_load(make: Callable[..., Scene]) -> None:
+    scene = make()
+    for worker in scene.workers:
+        worker.end(-signal.SIGKILL)
+    eventually(lambda: len(scene.started) == 4, "both workers again")
+    scene.started[2].load()
+    scene.started[3].load()
+    assert scene.pool.wait_ready(ColdStart()) == RELEASE
 
 
 def test_load_fails_with_the_error_of_a_worker(make: Callable[..., Scene]) -> None:
