@@ -8,7 +8,7 @@ import torch
 
 from model.cuda.probe import DeviceProbe
 from model.engines.engine import EngineSet
-from model.errors import OutOfDeviceMemory
+from model.errors import EngineError, OutOfDeviceMemory
 from model.loading.load import Loaded
 from model.loading.served import Defaults, ServedModel, SizeList, SizeRange
 from model.loading.warmup import batch_measurement, warm_up
@@ -161,3 +161,11 @@ def test_distinguishes_a_lack_of_memory_from_other_failures(
         warm_up(loaded, Probe(loaded.model.device))
     if expected is OutOfDeviceMemory:
         assert "line/1 does not fit" in str(caught.value) and "Configure smaller batches" in str(caught.value)
+
+
+def test_names_engines_that_do_not_fit_together(loaded: Loaded) -> None:
+    """The refiner's text network has other widths than the base's."""
+    loaded.model.engines[spec.UNET_TEXT] = EngineSet([stub(loaded.model, spec.REFINER_UNET_TEXT)])
+    words = "engines of line/1 do not fit together. .*encoder_hidden_states.*`preheat build`"
+    with pytest.raises(EngineError, match=words), torch.inference_mode():
+        warm_up(loaded)
