@@ -21,6 +21,7 @@ from model.settings import Limits
 from tests.support.adapter_model import ADAPTER_BYTES, AdapterModel, adapter_model
 from tests.support.images import pixels
 from tests.support.scheduling import Gate, params, paused, results, settle
+from tests.support.waiting import eventually
 
 A, B, C = (("a", 1.0),), (("b", 1.0),), (("c", 1.0),)
 ONE_TURN = Limits(max_queue=8, lora_turn_seconds=1e-9)
@@ -171,3 +172,40 @@ def test_least_recently_used_adapter_leaves_the_device(small_cache: AdapterModel
     assert library.cached_count == 2
     names = {digest: name for name, digest in blobs.items()}
     assert [names[digest] for digest in small_cache.store.reads] == ["a", "b", "c", "b"]
+
+
+@pytest.mark.usefixtures("load_all")
+def test_scale_is_part_of_the_set(gate: Gate, scheduler: Scheduler) -> None:
+    with paused(scheduler):
+        jobs = [scheduler.submit(params(7, loras=(("a", scale),))) for scale in (1.0, 0.5)]
+    gate.open()
+    results(*jobs)
+    images = [pixels(job.result.result().images[0]) for job in jobs]
+    assert len(gate.steps) == 8 and not np.array_equal(*images)
+
+
+@pytest.mark.usefixtures("load_all")
+@pytest.mark.parametrize("limits", [ONE_TURN])
+def test_images_of_an_admitted_request_finish_in_its_turn(gate: Gate, scheduler: Scheduler) -> None:
+    gate.limit_batch(capacity=2, efficient=2)  # one guided image
+    with paused(scheduler):
+        jobs = [scheduler.submit(params(0, num_images=3, loras=A)), scheduler.submit(params(10, loras=B))]
+        jobs.append(scheduler.submit(params(20, loras=A)))
+    gate.open()
+    results(*jobs)
+    assert gate.order == [0, 1, 2, 10, 20]
+
+
+def test_old_failure_answers_no_later_request(gate: Gate, scheduler: Scheduler, adapted: AdapterModel) -> None:
+    """The request that needed the adapter left before it could not be read."""
+    gate.open()
+    with damaged(adapted):
+        let_go = adapted.store.hold(adapted.blobs["a"])
+        leaving = scheduler.submit(params(1, loras=A))
+        settle(scheduler)
+        scheduler.cancel(leaving, Cancelled("The client left."))
+        settle(scheduler)
+        let_go.set()
+        eventually(lambda: adapted.store.reads == [adapted.blobs["a"]], "the damaged blob was read")
+        settle(scheduler)
+    results(scheduler.submit(params(2, loras=A)))

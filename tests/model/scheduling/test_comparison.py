@@ -102,6 +102,19 @@ def test_compares_one_in_n_images(model: LoadedModel, scheduler: Scheduler, outc
     assert outcomes() == {"compared": 2}
 
 
+def test_image_of_a_request_is_compared_by_its_own_seed(model: LoadedModel) -> None:
+    """Equal images count as 100 decibels."""
+    comparison = ImageComparison(model, every=1)
+    wanted = params(2**32 - 1, num_images=2)
+    for index, pixels in enumerate(generate(model.in_fp16(), [wanted])[0]):
+        assert comparison.offer(wanted, index, pixels)
+        _, total = decibels()
+        assert comparison.work is not None
+        list(comparison.work)
+        comparison.end()
+        assert decibels()[1] - total == pytest.approx(100)
+
+
 def test_request_ends_the_comparison(
     model: LoadedModel, scheduler: Scheduler, outcomes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
