@@ -123,6 +123,18 @@ def test_error_after_the_last_step_of_an_image(
     assert scheduler.healthy() is not device_failed
 
 
+def test_image_that_cannot_join_the_refiner_fails_alone(model: LoadedModel, scheduler: Scheduler) -> None:
+    class FullLoop(EagerLoop):
+        def add(self, image: ImageState) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model.loops[spec.REFINER_UNET, 64, 96] = FullLoop(model.step_networks(spec.REFINER_UNET, 64, 96), 64, 96)
+    refined, other = scheduler.submit(params(1, use_refiner=True)), scheduler.submit(params(2, num_inference_steps=40))
+    with pytest.raises(torch.OutOfMemoryError):
+        results(refined)
+    assert len(results(other)[0].images) == 1 and scheduler.healthy()
+
+
 def test_failed_preview_fails_its_request_only(model: LoadedModel, scheduler: Scheduler) -> None:
     """Another image of the same step is finished."""
 

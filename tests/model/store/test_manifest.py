@@ -11,6 +11,7 @@ from model.errors import ManifestError
 from model.store.manifest import (
     BLOB_LIMIT,
     MANIFEST_LIMIT,
+    PACKAGE_LIMIT,
     SCHEMA_VERSION,
     SMALL_BLOB_LIMIT,
     Manifest,
@@ -158,7 +159,7 @@ def test_requires_every_key(entries: Entries) -> None:
 ENGINE, SIGNATURE = "engines.0", "engines.0.signature"
 BAD_VALUES: dict[str, list[object]] = {
     f"{ENGINE}.blob.sha256": ["../../../../etc/passwd" + "0" * 42, "A" * 64, "0" * 63, "0" * 64 + "\n", None],
-    f"{ENGINE}.blob.bytes": ["17", 17.0, True, -1, 10**4000, 2**50],
+    f"{ENGINE}.blob.bytes": ["17", 17.0, True, -1, 10**4000, 2**50, PACKAGE_LIMIT + 1],
     f"{ENGINE}.constants.bytes": [SMALL_BLOB_LIMIT + 1],
     "tokenizers.tokenizer.blob.bytes": [SMALL_BLOB_LIMIT + 1],
     "weights.0.blobs.0.bytes": [BLOB_LIMIT + 1],

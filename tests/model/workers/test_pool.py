@@ -207,6 +207,7 @@ def test_device_failure_moves_all_requests_at_once(scene: Scene) -> None:
     )
     eventually(lambda: len(second.requests) == 4, "all requests at the other worker")
     assert not any(job.result.done() for job in jobs) and scene.pool.healthy()
+    assert first.reason == "its device failed"  # its process is ended
     second.answer(
         Failed(second.requests[0].number, Unavailable("The GPU has failed (y); this server is being replaced."))
     )
