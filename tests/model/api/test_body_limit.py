@@ -17,9 +17,8 @@ from starlette.types import Message, Receive, Scope
 
 from model.api.body_limit import CLIENT, MAX_BODY_BYTES, SMALL_BODY_BYTES, BodyLimit, BodyLimits
 from model.api.service import STATUS
-from model.errors import PreheatError
-from preheat.local_server.server import Server
 from model.errors import Overloaded, PreheatError
+from preheat.local_server.server import Server
 from tests.support.predictions import PREDICT_PATH
 from tests.support.waiting import TIMEOUT_SECONDS
 
