@@ -47,9 +47,7 @@ from model.store.precision import BF16, FP16, FP32
 from preheat.main import app
 from tests.engine_builder.helpers import edit_weights, folder_of
 from tests.support.components import BASE_COMPONENTS, REFINER_COMPONENTS
-from tests.support.inspect_graphs import inspect_graph
 from tests.support.repository import MODEL_FOLDER, REPOSITORY
-from tests.support.tensorrt_rtx import require_tensorrt_rtx
 
 COMPONENTS = BASE_COMPONENTS + REFINER_COMPONENTS
 # Precision, opset and largest error of each kind of graph: of the toy, and of data/tiny-sdxl with its refiner.
@@ -359,22 +357,6 @@ def test_norms_and_shapes_are_few_nodes(kind: str, component: str, graph_of: Gra
             assert node.input[1] in constants | shapes
         if node.op_type == "Slice":
             assert constants.issuperset(node.input[1:])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("component", "layers", "kernels"), [("text_encoder", 156, 21), ("unet", 1930, 270), ("vae_decoder", 835, 85)]
-)
-def test_tensorrt_rtx_fuses_the_graphs(
-    component: str, layers: int, kernels: int, graph_of: GraphOf, tmp_path: Path
-) -> None:
-    """The numbers are those of TensorRT-RTX 1.7.1, see docs/log/builds.md. Fewer are better."""
-    require_tensorrt_rtx()
-    path = tmp_path / "graph.onnx"
-    path.write_bytes(graph_of("opset 17", component)[1].model)
-    found = inspect_graph(path, pixels=256)
-    assert found.layers <= layers
-    assert found.kernels is not None and found.kernels <= kernels
 
 
 def test_refuses_other_opsets(toy_folder: Path) -> None:

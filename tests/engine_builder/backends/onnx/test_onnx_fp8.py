@@ -4,7 +4,6 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import ml_dtypes
 import numpy as np
@@ -31,7 +30,6 @@ from engine_builder.quantization.quantize import quantize_layers
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.store.precision import FP16
 from preheat.main import app
-from tests.support.inspect_graphs import inspect_graph
 from tests.support.repository import MODEL_FOLDER
 
 KEPT = ["*.proj_in", "*.ff.*"]
@@ -236,13 +234,3 @@ def test_command_refuses(arguments: list[str], message: str, toy_folder: Path, t
     assert ran.exit_code != 0
     said = f"{ran.output} {ran.exception}"
     assert message in " ".join(said.replace("│", " ").split()), said
-
-
-@pytest.mark.full
-def test_tensorrt_rtx_multiplies_in_8_bits(written: tuple[WritableStore, Path], rtx: ModuleType) -> None:
-    """A plan for SM89, which has FP8. Its products take 8-bit numbers, and SM86 refuses them."""
-    graph = written[1] / "unet.onnx"
-    quantized = count_operators(onnx.load(graph, load_external_data=False).SerializeToString())["QuantizeLinear"]
-    assert inspect_graph(graph, 64, "sm89", with_weights=True).weights_in_8_bits == quantized > 0
-    with pytest.raises(ValueError, match="cannot build"):
-        inspect_graph(graph, 64, with_weights=True)
