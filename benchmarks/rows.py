@@ -177,7 +177,7 @@ def _device_name() -> str:
 def _command_line() -> str:
     """Return the command that started this process, as typed in a shell."""
     module = getattr(sys.modules["__main__"], "__spec__", None)
-    name = f"python -m {module.name}" if module else Path(sys.argv[0]).name
+    name = f"python -m {module.name.removesuffix('.__main__')}" if module else Path(sys.argv[0]).name
     return " ".join([name, *map(shlex.quote, sys.argv[1:])])
 
 

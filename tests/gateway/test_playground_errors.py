@@ -208,6 +208,7 @@ def test_images_appear_as_they_arrive_and_stay(end: str, page: Page, server: Toy
 
 def test_says_that_the_server_is_down_and_back(page: Page, server: ToyServer) -> None:
     is_up = False
+    expect(page.locator("#served")).to_contain_text("toy/1")  # no answer of the first load comes later
     page.route("**/health", lambda route: route.fulfill(status=200 if is_up else 503))
     page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
     expect(page.locator("#served")).to_have_text("The server does not answer")
