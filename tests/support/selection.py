@@ -1,6 +1,7 @@
 """Options of pytest that select tests: --write-skipped and --part.
 
-`make test-skipped` runs the skipped tests once their tools are installed. CI runs one part of `make full`.
+`make test-skipped` runs the skipped tests once their tools are installed. `make full PART=2/10` runs a tenth of the
+tests marked `full`.
 """
 
 from pathlib import Path
