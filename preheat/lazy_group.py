@@ -5,73 +5,68 @@ import importlib
 import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 
-class Source(NamedTuple):
-    """A command's module and the name in it: the command's function, or a `typer.Typer` with commands of its own."""
+class LazyCommand(TyperCommand):
+    """A command's function in a module, or a `typer.Typer` with commands of its own. `title`: its group in the list."""
 
-    module: str
-    name: str
-    title: str
-    """The group of commands in the list."""
+    def __init__(self, module: str, function: str, title: str) -> None:
+        super().__init__(function.replace("_", "-"), rich_help_panel=title)
+        self._module, self._function = module, function
 
     def load(self) -> Any:
-        """Import the module. Return the command."""
-        found = getattr(importlib.import_module(self.module), self.name)
+        """Import the module. Return the command with its options."""
+        found = getattr(importlib.import_module(self._module), self._function)
         if isinstance(found, typer.Typer):
-            return typer.main.get_command(found)
+            return typer.main.get_group(found)  # `get_command` would add options of shell completion
         alone = typer.Typer(add_completion=False)
-        alone.command(self.name.replace("_", "-"))(found)
+        alone.command(self.name)(found)
         return typer.main.get_command(alone)
 
-    def help(self) -> str:
+    def read_help(self) -> str:
         """Return the text of the list: the function's docstring, or the Typer's help. Imports nothing."""
-        spec = importlib.util.find_spec(self.module)
+        spec = importlib.util.find_spec(self._module)
         assert spec is not None and spec.origin is not None
         for statement in ast.parse(Path(spec.origin).read_text()).body:
-            if isinstance(statement, ast.FunctionDef) and statement.name == self.name:
+            if isinstance(statement, ast.FunctionDef) and statement.name == self._function:
                 return ast.get_docstring(statement) or ""
             if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call):
-                if [ast.unparse(target) for target in statement.targets] == [self.name]:
+                if [ast.unparse(target) for target in statement.targets] == [self._function]:
                     keywords = {word.arg: word.value for word in statement.value.keywords}
                     return str(ast.literal_eval(keywords["help"]))
-        raise LookupError(f"{self.module} has no {self.name}.")
+        raise LookupError(f"{self._module} has no {self._function}.")
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """Parse the arguments of the imported command, which the context then runs."""
+        return self.load().make_context(info_name, args, parent, **extra)
 
 
 class LazyGroup(TyperGroup):
-    """Imports a command's module when the command is looked up, but not for the list of commands. See `of`."""
+    """A group of `LazyCommand`s. See `of`."""
 
-    sources: Mapping[str, Source] = {}
-    _lists = False
+    listed: Sequence[tuple[str, str, str]] = ()
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        # The names that typing errors are compared with.
-        self.commands = {name: TyperCommand(name) for name in self.sources} | dict(self.commands)
+        for command in (LazyCommand(*entry) for entry in self.listed):
+            self.add_command(command)
 
     @classmethod
     def of(cls, package: str, commands: Mapping[str, Sequence[str]]) -> "type[LazyGroup]":
-        """Return a group of commands: title -> "module.name" of each, below `package`."""
-        sources = {}
-        for title, entries in commands.items():
-            for entry in entries:
-                module, _, name = entry.partition(".")
-                sources[name.replace("_", "-")] = Source(f"{package}.{module}", name, title)
-        return type("Commands", (cls,), {"sources": sources})
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return the command, or only its name and its text while the group is listed. None: there is no such one."""
-        source = self.sources.get(cmd_name)
-        if source is None:
-            return super().get_command(ctx, cmd_name)
-        return (
-            TyperCommand(cmd_name, help=source.help(), rich_help_panel=source.title) if self._lists else source.load()
-        )
+        """Return a group of commands: title -> "module.function" of each, below `package`."""
+        listed = [
+            (f"{package}.{module}", function, title)
+            for title, entries in commands.items()
+            for module, _, function in (entry.partition(".") for entry in entries)
+        ]
+        return type("Commands", (cls,), {"listed": listed})
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        self._lists = True
+        for command in self.commands.values():
+            if isinstance(command, LazyCommand):
+                command.help = command.read_help()
         super().format_help(ctx, formatter)

@@ -15,6 +15,7 @@ from typing import Any, TypedDict
 
 import typer
 
+from preheat.lazy_group import LazyCommand
 from preheat.main import app
 from tests.support.odd_files import base64_text
 from tests.support.repository import REPOSITORY
@@ -26,7 +27,7 @@ CLOSED_PORT_URL = "http://127.0.0.1:9"  # nothing listens on port 9, so connecti
 def command_tree() -> Any:
     """Return the group of all `preheat` commands. `commands` of a group are those with their options."""
     group: Any = typer.main.get_command(app)
-    group.commands = {name: group.get_command(None, name) for name in group.list_commands(None)}
+    group.commands |= {name: each.load() for name, each in group.commands.items() if isinstance(each, LazyCommand)}
     return group
 
 

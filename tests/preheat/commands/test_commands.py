@@ -188,6 +188,11 @@ def option_names(*words: str) -> set[str]:
     return {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
 
 
+def test_commands_have_no_options_of_completion() -> None:
+    for words in ((), ("bench",), ("bench", "latency"), ("serve",)):
+        assert not {name for name in option_names(*words) if "completion" in name}, words
+
+
 def test_every_field_of_a_request_has_an_option() -> None:
     lists = {"masks": MaskRequest, "loras": LoraRequest, "controls": ControlRequest, "ip_adapters": IpAdapterRequest}
     fields = {name for name in GenerationRequest.model_fields if name not in lists}
