@@ -20,7 +20,7 @@ from pydantic import (
     TypeAdapter,
     ValidationError,
     create_model,
-)  # fmt: skip
+)
 from typing_extensions import TypeAliasType
 
 from gateway.bounded_reading import SMALL_LINE_BYTES, HeldLines, InvalidAnswer, LineReader

@@ -25,14 +25,14 @@ from gateway.backend_answers import (
     parse_description,
     parse_refusal,
     read_events,
-)  # fmt: skip
+)
 from gateway.bounded_reading import (
     MAX_DESCRIPTION_BYTES,
     MAX_ERROR_BYTES,
     HeldLines,
     InvalidAnswer,
     read_body,
-)  # fmt: skip
+)
 from gateway.errors import ApiError, GatewayConfigError
 from model.api.fair_queue import CLIENT_HEADER
 

@@ -14,7 +14,7 @@ from model.validation import (
     MAX_STEPS_HEUN,
     MAX_STEPS_LCM,
     Safety,
-)  # fmt: skip
+)
 
 
 class Description(TypedDict):

@@ -46,7 +46,7 @@ from model.validation import (
     explain,
     format_value,
     refusal,
-)  # fmt: skip
+)
 
 
 def _refuse_nul(text: str) -> str:

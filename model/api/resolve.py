@@ -15,7 +15,7 @@ from model.denoising.sampler_names import (
     sampler_name,
     skipped_steps,
     smallest_strength,
-)  # fmt: skip
+)
 from model.errors import RequestRefused
 from model.images.metadata import MAX_JPEG_BYTES, metadata_text
 from model.loading.served import ServedModel, Sizes

@@ -41,7 +41,7 @@ from model.errors import (
     PreheatError,
     RequestRefused,
     Unavailable,
-)  # fmt: skip
+)
 from model.loading.served import ServedRelease
 from model.pipeline.params import GenerationParams
 from model.scheduling.interface import JobScheduler, RequestJob

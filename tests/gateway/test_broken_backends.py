@@ -24,7 +24,7 @@ from tests.support.scripted_gateway import (
     ScriptedGateway,
     lines,
     scripted_gateway,
-)  # fmt: skip
+)
 from tests.support.scripted_server import Answer, ScriptedServer
 
 

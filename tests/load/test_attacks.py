@@ -36,7 +36,9 @@ MAX_SERVER_MIB = 450  # above the idle server, which decodes a large image and a
 RECOVERY_SECONDS = 5  # after the attack
 FIELDS: dict[str, Any] = {"prompt": "x", "num_inference_steps": 2}
 
-pytestmark = pytest.mark.skipif(not SECONDS, reason="PREHEAT_ATTACK_SECONDS is not set")
+pytestmark = pytest.mark.skipif(
+    not SECONDS, reason="takes minutes: set PREHEAT_ATTACK_SECONDS=15, or run `make test-load`"
+)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from training.train_controlnet import (
     model_card,
     sample_example,
     train,
-)  # fmt: skip
+)
 
 pytestmark = [
     pytest.mark.full,

@@ -27,7 +27,7 @@ from training.train_ip_adapter import (
     model_card,
     sample_example,
     train,
-)  # fmt: skip
+)
 
 pytestmark = [
     pytest.mark.full,
