@@ -8,25 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from engine_builder.stores.store import WritableStore
 from preheat.local_server.server import Layout, Server, with_metadata
 from tests.conftest import READY_SECONDS
+from tests.support.processes import children_that_run
 
 STUCK_SECONDS = 6
 
 
 def worker_pids(server: Server) -> list[int]:
     """Return the processes of a server's workers."""
-
-    def is_worker(child: psutil.Process) -> bool:
-        try:
-            return "model.workers.process" in " ".join(child.cmdline())
-        except psutil.NoSuchProcess:  # it has ended, or is a zombie
-            return False
-
-    return [child.pid for child in psutil.Process(server.pid).children() if is_worker(child)]
+    return [child.pid for child in children_that_run("model.workers.process", server.pid)]
 
 
 @contextmanager

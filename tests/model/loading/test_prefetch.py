@@ -34,6 +34,7 @@ from tests.support import releases
 from tests.support.cached_blobs import file_names
 from tests.support.fake_tensorrt import RTX_VERSION, install_distribution
 from tests.support.faulty_proxy import FaultyProxy, RecordedRequest
+from tests.support.processes import children_that_run
 from tests.support.releases import RELEASE_NAME, cpu_target
 from tests.support.waiting import eventually
 
@@ -210,7 +211,7 @@ def start(settings: dict[str, Any]) -> Iterator[Start]:
     yield start_prefetch
     for prefetch in started:
         prefetch.close()
-    eventually(lambda: not workers_of(os.getpid()), "the end of all prefetch processes")
+    eventually(lambda: not prefetch_processes(), "the end of all prefetch processes")
 
 
 @dataclass
@@ -243,10 +244,9 @@ def load(prefetch: Prefetch, settings: dict[str, Any]) -> str:
     return load_release(prefetch.store(), RELEASE_NAME, [cpu_target()], [], ColdStart(), keys).release
 
 
-def workers_of(parent: int) -> list[psutil.Process]:
-    """Return the running prefetch processes that a process has started."""
-    children = psutil.Process(parent).children()
-    return [child for child in children if any("prefetch_worker" in argument for argument in child.cmdline())]
+def prefetch_processes(parent: int | None = None) -> list[psutil.Process]:
+    """Return the running prefetch processes of a process, by default this one."""
+    return children_that_run("prefetch_worker", parent or os.getpid())
 
 
 def test_load_finds_everything_in_the_cache(
@@ -256,7 +256,7 @@ def test_load_finds_everything_in_the_cache(
     prefetch.wait()
     assert file_names(cache) == manifest.blobs().keys() and not file_names(cache, "partial")
     in_use = {digest for path in (cache / "users").iterdir() for digest in path.read_text().split()}
-    assert in_use == manifest.blobs().keys() and workers_of(os.getpid()), "in use until the load ends"
+    assert in_use == manifest.blobs().keys() and prefetch_processes(), "in use until the load ends"
     assert len(proxy.requested_ranges(f"/releases/{RELEASE_NAME}.json")) == 1
     proxy.requests.clear()
     assert load(prefetch, settings) == RELEASE_NAME
@@ -317,7 +317,7 @@ def test_process_ends_with_a_killed_parent(
         parent.stdin.write(f"{json.dumps(settings)}\n{json.dumps(SECRETS)}\n")
         parent.stdin.flush()
         gate.wait_for_request()  # so the process has the secrets
-        [worker] = workers_of(parent.pid)
+        [worker] = prefetch_processes(parent.pid)
         for name in ("cmdline", "environ"):
             content = Path(f"/proc/{worker.pid}/{name}").read_bytes()
             assert content and not [secret for secret in SECRETS.values() if secret.encode() in content]
@@ -347,7 +347,7 @@ def test_load_continues_after_the_process_is_killed(
 
     def kill(forwarded: int) -> None:
         if forwarded >= share * total and not killed.is_set():
-            workers_of(os.getpid())[0].kill()
+            prefetch_processes()[0].kill()
             killed.set()
 
     proxy.on_bytes = kill

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 from engine_builder.stores.store import WritableStore
@@ -28,6 +27,7 @@ from model.settings import Limits, Settings
 from preheat.local_server.server import Layout, Server
 from tests.support.images import largest_difference, pixels
 from tests.support.predictions import PREDICT_PATH, http_client
+from tests.support.processes import children_that_run
 from tests.support.ranks import BAND_RELEASE, BANDS, SIDE, assert_equal, params, ranked
 from tests.support.waiting import eventually
 from tests.support.workers import log_of, started
@@ -165,10 +165,9 @@ def test_a_rank_that_cannot_load_is_reported(store: WritableStore, release: str,
 REQUEST = {"prompt": "a red circle on a blue background", "seed": 3, "num_inference_steps": 6, "output_format": "png"}
 
 
-def child_pids(pid: int) -> list[int]:
-    """Return the processes that run a share of the batches of a server process."""
-    children = psutil.Process(pid).children()
-    return [child.pid for child in children if "model.ranks.follower" in " ".join(child.cmdline())]
+def follower_pids(server: Server) -> list[int]:
+    """Return the processes that run a share of the batches of a server."""
+    return [child.pid for child in children_that_run("model.ranks.follower", server.pid)]
 
 
 @pytest.fixture
@@ -185,7 +184,7 @@ def test_a_server_divides_its_batches_and_ends_with_a_rank(server: Server, divid
             pixels(client.post(PREDICT_PATH, json=REQUEST).json()["images"][0]["data"]) for client in (one, two)
         ]
         assert largest_difference(*pictures) <= 1
-        [rank] = child_pids(divided.pid)
+        [rank] = follower_pids(divided)
         with two.stream("POST", PREDICT_PATH, json=REQUEST | {"num_inference_steps": 100, "stream": True}) as events:
             lines = events.iter_lines()
             next(lines)
@@ -198,7 +197,7 @@ def test_a_server_divides_its_batches_and_ends_with_a_rank(server: Server, divid
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_rank_ends_with_its_server(divided: Server, number: signal.Signals) -> None:
-    [rank] = child_pids(divided.pid)
+    [rank] = follower_pids(divided)
     os.kill(divided.pid, number)
     eventually(lambda: not divided.running, "the end of the server", 30)
     eventually(lambda: not Path(f"/proc/{rank}").exists(), "the end of the rank", 30)
