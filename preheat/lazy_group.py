@@ -12,11 +12,14 @@ from typer.core import TyperCommand, TyperGroup
 
 
 class LazyCommand(TyperCommand):
-    """A command's function in a module, or a `typer.Typer` with commands of its own. `title`: its group in the list."""
+    """A command's function in a module, or a `typer.Typer` with commands of its own.
 
-    def __init__(self, module: str, function: str, title: str) -> None:
+    title: its group in the list. renamed: older spellings of its options -> the ones of today.
+    """
+
+    def __init__(self, module: str, function: str, title: str, renamed: Mapping[str, str]) -> None:
         super().__init__(function.replace("_", "-"), rich_help_panel=title)
-        self._module, self._function = module, function
+        self._module, self._function, self._renamed = module, function, renamed
 
     def load(self) -> Any:
         """Import the module. Return the command with its options."""
@@ -42,13 +45,21 @@ class LazyCommand(TyperCommand):
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """Parse the arguments of the imported command, which the context then runs."""
-        return self.load().make_context(info_name, args, parent, **extra)
+        return self.load().make_context(info_name, [self._current(argument) for argument in args], parent, **extra)
+
+    def _current(self, argument: str) -> str:
+        """Return an argument with today's spelling of an option. Prints a note about an older one."""
+        option, equals, value = argument.partition("=")
+        if option not in self._renamed:
+            return argument
+        typer.echo(f"{option} is now {self._renamed[option]}", err=True)
+        return self._renamed[option] + equals + value
 
 
 class LazyGroup(TyperGroup):
     """A group of `LazyCommand`s. See `of`."""
 
-    listed: Sequence[tuple[str, str, str]] = ()
+    listed: Sequence[tuple[str, str, str, Mapping[str, str]]] = ()
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -56,10 +67,12 @@ class LazyGroup(TyperGroup):
             self.add_command(command)
 
     @classmethod
-    def of(cls, package: str, commands: Mapping[str, Sequence[str]]) -> "type[LazyGroup]":
-        """Return a group of commands: title -> "module.function" of each, below `package`."""
+    def of(
+        cls, package: str, commands: Mapping[str, Sequence[str]], renamed: Mapping[str, Mapping[str, str]]
+    ) -> "type[LazyGroup]":
+        """Return a group of commands: title -> "module.function" of each, below `package`. renamed: by function."""
         listed = [
-            (f"{package}.{module}", function, title)
+            (f"{package}.{module}", function, title, renamed.get(function, {}))
             for title, entries in commands.items()
             for module, _, function in (entry.partition(".") for entry in entries)
         ]

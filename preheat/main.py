@@ -32,8 +32,14 @@ COMMANDS = {
     "Measure": ("bench.bench", "load_server.load", "bench.report"),
 }  # fmt: skip
 """Title -> "module.function" of each command, whose name is that of the function with hyphens."""
+RENAMED_OPTIONS = {
+    "calibrate": {"--guidance": "--guidance-scale"},
+    "check_fp8": {"--guidance": "--guidance-scale"},
+    "triton_client": {"--model": "--triton-model"},
+}
+"""Function of a command -> older spellings of its options, which are still accepted."""
 app = typer.Typer(
-    cls=LazyGroup.of("preheat.commands", COMMANDS),
+    cls=LazyGroup.of("preheat.commands", COMMANDS, RENAMED_OPTIONS),
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

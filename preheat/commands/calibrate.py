@@ -55,7 +55,7 @@ def calibrate(
     prompts: Annotated[Path, typer.Option(help="Text file with one prompt in each line.")] = PROMPTS,
     negative_prompt: Annotated[str, typer.Option(help="The negative prompt of all prompts.")] = "",
     steps: Annotated[int, typer.Option(min=1, max=MAX_STEPS, help="Steps of each image.")] = 20,
-    guidance: Annotated[float, typer.Option(min=0, max=MAX_GUIDANCE, help="Guidance scale of each image.")] = 8.0,
+    guidance_scale: Annotated[float, typer.Option(min=0, max=MAX_GUIDANCE, help="Guidance scale of each image.")] = 8.0,
     size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT of the images; default: the model's native.")] = None,
     count: Annotated[int | None, typer.Option(min=1, help="Use only the first prompts; default: all.")] = None,
     precision: Annotated[
@@ -92,7 +92,7 @@ def calibrate(
         prompts=listed,
         negative_prompt=negative_prompt,
         steps=steps,
-        guidance=guidance,
+        guidance=guidance_scale,
         width=width,
         height=height,
     )

@@ -39,7 +39,7 @@ def check_fp8(
     prompts: Annotated[Path, typer.Option(help="Text file with one prompt in each line.")] = PROMPTS,
     count: Annotated[int, typer.Option(min=1, help="Use the first prompts of the file.")] = 32,
     steps: Annotated[int, typer.Option(min=1, max=MAX_STEPS, help="Steps of each image.")] = 20,
-    guidance: Annotated[float, typer.Option(min=0, max=MAX_GUIDANCE, help="Guidance scale of each image.")] = 8.0,
+    guidance_scale: Annotated[float, typer.Option(min=0, max=MAX_GUIDANCE, help="Guidance scale of each image.")] = 8.0,
     size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT of the images; default: the model's native.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for report.json and pairs.png, the pictures side by side.")
@@ -91,7 +91,13 @@ def check_fp8(
     base, refiner_checkpoint = find_parts(model, refiner, no_refiner, vae)
     width, height = choose_size(size, base)
     requests = validation_requests(
-        listed, width, height, steps=steps, guidance=guidance, use_refiner=refiner_checkpoint is not None, min_prompts=1
+        listed,
+        width,
+        height,
+        steps=steps,
+        guidance=guidance_scale,
+        use_refiner=refiner_checkpoint is not None,
+        min_prompts=1,
     )
     if thresholds is None:
         required = Thresholds()

@@ -13,7 +13,13 @@ from rich.table import Table
 
 from engine_builder.files import check_writable, write_file
 from gateway.endpoint import BASETEN_KEY_VARIABLE, KEY_VARIABLE, Endpoint, parse_endpoint
-from preheat.commands.request_options import parse_fields, with_field_options
+from preheat.commands.request_options import (
+    ControlImages,
+    ControlModes,
+    ControlScales,
+    parse_fields,
+    with_field_options,
+)
 from preheat.console import (
     activity,
     console,
@@ -64,25 +70,21 @@ def generate(
     mask_negative_prompt: Annotated[list[str] | None, typer.Option(help="What to avoid in each mask.")] = None,
     mask_strength: Annotated[list[float] | None, typer.Option(help="Strength of each mask.")] = None,
     feather: Annotated[float, typer.Option(help="Blur the masks by this many pixels, for --composite.")] = 0,
-    control: Annotated[
-        list[str] | None, typer.Option(help="A ControlNet and its control image as NAME=FILE, repeatable.")
-    ] = None,
-    control_scale: Annotated[
-        list[float] | None, typer.Option(help="Strength of each ControlNet, in the same order.")
-    ] = None,
+    control: ControlImages = None,
+    control_scale: ControlScales = None,
     control_start: Annotated[
-        list[float] | None, typer.Option(help="Share of the steps before each ControlNet starts.")
+        list[str] | None, typer.Option(help="Share of the steps before a ControlNet starts, NAME=NUMBER.")
     ] = None,
     control_end: Annotated[
-        list[float] | None, typer.Option(help="Share of the steps after which each ControlNet ends.")
+        list[str] | None, typer.Option(help="Share of the steps after which a ControlNet ends, NAME=NUMBER.")
     ] = None,
-    control_mode: Annotated[
-        list[int] | None, typer.Option(help="Type of each control image, a number, for Union networks.")
-    ] = None,
+    control_mode: ControlModes = None,
     canny: Annotated[bool, typer.Option("--canny", help="Use the edges of the control images.")] = False,
     ip_adapter: Annotated[
-        list[str] | None,
-        typer.Option(help="An IP-Adapter and a reference image as NAME=FILE or NAME=FILE@SCALE, repeatable."),
+        list[str] | None, typer.Option(help="An IP-Adapter and a reference image, NAME=FILE; repeatable.")
+    ] = None,
+    ip_adapter_scale: Annotated[
+        list[str] | None, typer.Option(help="Strength of an IP-Adapter, NAME=NUMBER; repeatable.")
     ] = None,
     timeout: Annotated[
         float, typer.Option(help="Seconds to wait for a model that is starting, and for each sign of progress.")
@@ -109,9 +111,14 @@ def generate(
         "controls": controls_of(
             control or [],
             canny,
-            {"scale": control_scale, "start": control_start, "end": control_end, "mode": control_mode},
+            {
+                "scale": control_scale or [],
+                "start": control_start or [],
+                "end": control_end or [],
+                "mode": control_mode or [],
+            },
         ),
-        "ip_adapters": ip_adapters_of(ip_adapter or []),
+        "ip_adapters": ip_adapters_of(ip_adapter or [], ip_adapter_scale or []),
         "loras": [parse_lora(text) for text in lora or []],
     }
     endpoint = parse_endpoint(url, api_key)

@@ -1,4 +1,4 @@
-"""The options of `preheat generate` that are fields of a request, in one table.
+"""The options that are fields of a request. Those of `preheat generate` alone are one table.
 
 `generate` itself has a parameter for each field that is read from files or that is part of a list: see `OTHER_OPTIONS`.
 """
@@ -13,6 +13,14 @@ import typer
 from preheat.console import parse_size
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+ControlImages = Annotated[
+    list[str] | None, typer.Option(help="A ControlNet and its control image, NAME=FILE; repeatable.")
+]
+ControlScales = Annotated[list[str] | None, typer.Option(help="Strength of a ControlNet, NAME=NUMBER; repeatable.")]
+ControlModes = Annotated[
+    list[str] | None, typer.Option(help="Type of a Union network's control image, NAME=NUMBER; repeatable.")
+]
 
 
 def _height_width(text: str, option: str) -> list[int]:
@@ -100,7 +108,7 @@ OTHER_OPTIONS = {
     "controls.mode": "--control-mode",
     "ip_adapters.name": "--ip-adapter",
     "ip_adapters.images": "--ip-adapter",
-    "ip_adapters.scale": "--ip-adapter",
+    "ip_adapters.scale": "--ip-adapter-scale",
 }
 
 

@@ -1,6 +1,5 @@
 """The `preheat` commands for Triton Inference Server: export-triton and triton-client."""
 
-import base64
 import math
 import secrets
 from pathlib import Path
@@ -10,7 +9,7 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from engine_builder.files import check_folder, check_writable, read_file, write_file
+from engine_builder.files import check_folder, check_writable, write_file
 from engine_builder.triton_repository import write_repository as export
 from engine_builder.triton_repository.loop_model import GENERATE_LOOP, loop_model
 from engine_builder.triton_repository.unrolled import (
@@ -25,6 +24,7 @@ from engine_builder.triton_repository.unrolled import (
 from model.images.encode import encode
 from model.images.inputs import decode_mask, decode_rgb, read_image
 from model.validation import RANDOM_SEED, SEED_COUNT
+from preheat.commands.request_options import ControlImages, ControlModes, ControlScales
 from preheat.console import (
     DEFAULT_STORE,
     CacheOption,
@@ -36,6 +36,7 @@ from preheat.console import (
 )
 from preheat.local_server import triton_client as client
 from preheat.local_server.client import CallFailed
+from preheat.local_server.input_images import controls_of, read_image_file
 
 DEFAULT_GUIDANCE = 7.5
 
@@ -69,7 +70,7 @@ def triton_client(
     prompt: Annotated[str, typer.Argument(help="Description of the image.")],
     address: Annotated[str | None, typer.Option(help="HOST:PORT; default: this machine, Triton's port.")] = None,
     grpc: Annotated[bool, typer.Option("--grpc", help="Call over gRPC, with previews.")] = False,
-    model: Annotated[
+    triton_model: Annotated[
         str, typer.Option(help="generate_loop, or an ensemble such as generate_20_pipeline.")
     ] = GENERATE_LOOP,
     version: Annotated[int | None, typer.Option(min=1, help="The model's version; default: the newest.")] = None,
@@ -81,11 +82,9 @@ def triton_client(
     image: Annotated[Path | None, typer.Option(help="Image to start from.")] = None,
     mask: Annotated[Path | None, typer.Option(help="Where the image is repainted: white.")] = None,
     strength: Annotated[float | None, typer.Option(help="With an image: the share of the steps that run.")] = None,
-    control: Annotated[
-        list[str] | None, typer.Option(help="Control image of a ControlNet, NAME=FILE; repeatable.")
-    ] = None,
-    control_scale: Annotated[list[str] | None, typer.Option(help="A ControlNet's scale, NAME=NUMBER.")] = None,
-    control_mode: Annotated[list[str] | None, typer.Option(help="A Union network's type, NAME=NUMBER.")] = None,
+    control: ControlImages = None,
+    control_scale: ControlScales = None,
+    control_mode: ControlModes = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait.")] = 300,
 ) -> None:
     """Generate an image on a Triton server that serves a repository of `preheat export-triton`."""
@@ -93,10 +92,10 @@ def triton_client(
     protocol: client.Protocol = "grpc" if grpc else "http"
     address = address or ("127.0.0.1:8001" if grpc else "127.0.0.1:8000")
     of_version = "" if version is None else str(version)
-    controls = _controls(control or [], control_scale or [], control_mode or [])
-    if model != GENERATE_LOOP:
+    controls = controls_of(control or [], False, {"scale": control_scale or [], "mode": control_mode or []})
+    if triton_model != GENERATE_LOOP:
         if steps is not None:
-            raise typer.BadParameter(f"the steps of {model} are fixed", param_hint="--steps")
+            raise typer.BadParameter(f"the steps of {triton_model} are fixed", param_hint="--steps")
         seed = secrets.randbelow(SEED_COUNT) if seed is None or seed == RANDOM_SEED else seed
         if not 0 <= seed < SEED_COUNT:
             raise typer.BadParameter(f"{seed} is not 0 to {SEED_COUNT - 1}, or -1", param_hint="--seed")
@@ -106,7 +105,7 @@ def triton_client(
         pixels = client.generate_pixels(
             protocol,
             address,
-            model,
+            triton_model,
             prompt,
             seed,
             scale,
@@ -116,12 +115,12 @@ def triton_client(
             _ensemble_inputs(image, mask, strength, controls),
         )
         write_file(out, encode(pixels, "png", 100))
-        console.print(f"Wrote {plain(out)} with seed {seed} of {plain(model)}")
+        console.print(f"Wrote {plain(out)} with seed {seed} of {plain(triton_model)}")
         return
     optional: dict[str, Any] = {"negative_prompt": negative_prompt, "num_inference_steps": steps, "seed": seed}
     optional |= {"guidance_scale": guidance_scale, "strength": strength}
-    optional |= {"image": None if image is None else _base64(image)}
-    optional |= {"masks": None if mask is None else [{"image": _base64(mask)}]}
+    optional |= {"image": None if image is None else read_image_file(image)}
+    optional |= {"masks": None if mask is None else [{"image": read_image_file(mask)}]}
     optional |= {"controls": controls or None}
     request: dict[str, Any] = {"prompt": prompt, "output_format": "png", "stream": grpc}
     request |= {name: value for name, value in optional.items() if value is not None}
@@ -137,47 +136,15 @@ def triton_client(
     console.print(f"Wrote {plain(out)} with seed {event['seed']} of {plain(event['release'])}")
 
 
-def _controls(images: list[str], scales: list[str], modes: list[str]) -> list[dict[str, Any]]:
-    """Return the use of each ControlNet as a request has it. Raises BadParameter."""
-    found: dict[str, dict[str, Any]] = {
-        name: {"name": name, "image": _base64(Path(path))} for name, path in _named("--control", images).items()
-    }
-    for option, values, field, number in (
-        ("--control-scale", scales, "scale", float),
-        ("--control-mode", modes, "mode", int),
-    ):
-        for name, text in _named(option, values).items():
-            if name not in found:
-                raise typer.BadParameter(f"{name} has no control image: give --control {name}=FILE", param_hint=option)
-            try:
-                found[name][field] = number(text)
-            except ValueError as error:
-                raise typer.BadParameter(f"{text!r} is not a number", param_hint=option) from error
-    return list(found.values())
-
-
-def _named(option: str, values: list[str]) -> dict[str, str]:
-    """Return values of an option by name, each NAME=VALUE. Raises BadParameter."""
-    named: dict[str, str] = {}
-    for given in values:
-        name, _, value = given.partition("=")
-        if not (name and value):
-            raise typer.BadParameter(f"{given!r} is not NAME=VALUE", param_hint=option)
-        if name in named:
-            raise typer.BadParameter(f"{name} is named twice", param_hint=option)
-        named[name] = value
-    return named
-
-
 def _ensemble_inputs(
     image: Path | None, mask: Path | None, strength: float | None, controls: list[dict[str, Any]]
 ) -> dict[str, NDArray[Any]]:
     """Return the optional inputs of an ensemble by name. Raises RequestRefused for a file that is no image."""
     inputs: dict[str, NDArray[Any]] = {}
     if image is not None:
-        inputs[INPUT_IMAGE] = decode_rgb(read_image(_base64(image), "image"))
+        inputs[INPUT_IMAGE] = decode_rgb(read_image(read_image_file(image), "image"))
     if mask is not None:
-        inputs[MASK] = np.asarray(decode_mask(read_image(_base64(mask), "mask")))
+        inputs[MASK] = np.asarray(decode_mask(read_image(read_image_file(mask), "mask")))
     if strength is not None:
         inputs[STRENGTH] = np.array([strength], np.float32)
     for control in controls:
@@ -188,10 +155,3 @@ def _ensemble_inputs(
         if "mode" in control:
             inputs[f"{CONTROL_MODE}.{name}"] = np.array([control["mode"]], np.int32)
     return inputs
-
-
-def _base64(path: Path) -> str:
-    try:
-        return base64.b64encode(read_file(path)).decode()
-    except OSError as error:
-        raise typer.BadParameter(f"{path} cannot be read: {error.strerror or error}") from error

@@ -264,7 +264,16 @@ def test_client_repaints_an_image(triton: TritonServer, tmp_path: Path) -> None:
     Image.fromarray(values["input_image"]).save(image)
     Image.fromarray(values["mask"]).save(mask)
     options = [f"--image={image}", f"--mask={mask}", "--strength=0.6", "--seed=4", "--guidance-scale=4.5"]
-    arguments = ["triton-client", values["prompt"], "--address", triton.http, "--model", PIPELINE, "--out", str(out)]
+    arguments = [
+        "triton-client",
+        values["prompt"],
+        "--address",
+        triton.http,
+        "--triton-model",
+        PIPELINE,
+        "--out",
+        str(out),
+    ]
     ran = CliRunner().invoke(app, [*arguments, *options])
     assert ran.exit_code == 0, ran.output
     assert (np.asarray(Image.open(out), np.int16) == call(triton, values)).all()

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from engine_builder.backends.tensorrt.plan_options import InvalidOption
 from engine_builder.gpus import UnknownGpu
 from model.errors import PreheatError
-from preheat.main import app
+from preheat.main import RENAMED_OPTIONS, app
 from tests.support.repository import MODEL_FOLDER
 
 OPTIONAL = ("tensorrt", "tensorrt_rtx_bindings", "tritonclient", "triton", "cuda", "onnx", "onnxruntime", "onnxscript")
@@ -65,10 +65,7 @@ OTHERS: list[tuple[list[str], str]] = [
     (["bench", "cold-start", "x/1", "--size", "big"], "'big' is not WIDTHxHEIGHT"),
     (["bench", "cold-start", "x/1", "--bucket", "big"], "'big' is not WIDTHxHEIGHT@BATCH"),
     (["bench", "multi-gpu", "x/1", "--bands", "3"], "3 is not 1, 2, 4 or 8"),
-    (["triton-client", "x", "--grpc", "--control-scale", "edges=1"], "edges has no control image"),
-    (["triton-client", "x", "--control", "edges"], "'edges' is not NAME=VALUE"),
-    (["triton-client", "x", "--control", "edges=a.png", "--control", "edges=b.png"], "edges is named twice"),
-    (["triton-client", "x", "--grpc", "--model", "generate_20_pipeline", "--steps", "3"], "are fixed"),
+    (["triton-client", "x", "--grpc", "--triton-model", "generate_20_pipeline", "--steps", "3"], "are fixed"),
     (["publish", "x", "--without-fp8", "--accept"], "contradicts --accept"),
     (["releases", "--out", "x"], "is an option of --validation"),
 ]
@@ -82,6 +79,18 @@ def test_invalid_options_end_with_status_2(tmp_path: Path, monkeypatch: pytest.M
         assert ran.exit_code == 2, (arguments, ran.output, ran.exception)
         assert message in " ".join(ran.output.replace("│", " ").split()), (arguments, ran.output)
     assert not (tmp_path / "store").exists()
+
+
+def test_older_spellings_of_options_are_accepted_with_a_note() -> None:
+    """The value is read as that of today's option, so a wrong one is refused by today's name."""
+    for command, renamed in RENAMED_OPTIONS.items():
+        for old, new in renamed.items():
+            name = command.replace("_", "-")
+            for given in ([f"{old}="], [old]):
+                ran = CliRunner().invoke(app, [name, *given])
+                assert ran.output.startswith(f"{old} is now {new}\n"), ran.output
+                assert f"No such option: {old}" not in ran.output
+            assert new in CliRunner().invoke(app, [name, "--help"]).output
 
 
 PLANS: list[tuple[list[str], type[PreheatError], str]] = [

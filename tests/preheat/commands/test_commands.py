@@ -108,11 +108,14 @@ def bad_images(folder: Path) -> Iterator[tuple[list[str], str]]:
     yield [photo, mask, mask, "--mask-prompt=x"], "--mask-prompt was given 1 times for 2 of --mask"
     yield [f"--control={folder}/photo.png"], "is not NAME=FILE"
     yield [f"--control=edges={folder}/missing.png"], "missing.png cannot be read"
+    yield [control, control], "--control names edges twice"
     yield [control, *2 * ["--control-scale=1"]], "--control-scale was given 2 times for 1 of --control"
+    yield [control, "--control-scale=pose=1"], "--control-scale: pose has no image"
+    yield [control, "--control-mode=edges=1.5"], "--control-mode: '1.5' is not a number"
     yield ["--canny"], "--canny needs --control"
     yield ["--feather=3"], "--feather needs --mask"
-    yield [f"--ip-adapter={folder}/photo.png"], "is not NAME=FILE or NAME=FILE@SCALE"
-    yield [f"{adapter}@1", f"{adapter}@0.5"], "Two scales were given for the IP-Adapter style"
+    yield [f"--ip-adapter={folder}/photo.png"], "is not NAME=FILE"
+    yield [adapter, "--ip-adapter-scale=style=1", "--ip-adapter-scale=style=0.5"], "style has two numbers"
     yield [photo, mask, "--feather=nan"], "masks: one of its values is not a finite number"
 
 
@@ -214,9 +217,15 @@ SCALARS: dict[str, tuple[str, object]] = {
 }  # fmt: skip
 MASKS = ["--image=a.png", "--mask=b.png", "--mask=c.png", "--mask-prompt=a storm", "--mask-prompt=red", "--feather=4"]
 MASKS += [*("--mask-negative-prompt=a", "--mask-negative-prompt=b", "--mask-strength=1", "--mask-strength=0.5")]
-CONTROLS = ["--control=canny=a.png", "--control=pose=b.png", "--control-scale=0.5", "--control-scale=1", "--canny"]
-CONTROLS += [f"--control-{name}={value}" for name in ("start", "end", "mode") for value in (0, 1)]
-ADAPTERS = ["--ip-adapter=style=a.png@0.5", "--ip-adapter=style=b@home.png", "--ip-adapter=face=c.png"]
+MODES = (("canny", 0), ("pose", 1))
+IMAGES = ["--control=canny=a.png", "--control=pose=b.png", "--canny", "--control-scale=canny=0.5"]
+CONTROLS = [*IMAGES, "--control-scale=pose=1"]
+CONTROLS += [f"--control-{name}={of}={number}" for name in ("start", "end", "mode") for of, number in MODES]
+OLD_CONTROLS = [*IMAGES[:3], "--control-scale=0.5", "--control-scale=1"]
+OLD_CONTROLS += [f"--control-{name}={number}" for name in ("start", "end", "mode") for number in (0, 1)]
+ADAPTERS = ["--ip-adapter=style=a.png", "--ip-adapter=style=b@home.png", "--ip-adapter=face=c.png"]
+OLD_ADAPTERS = ["--ip-adapter=style=a.png@0.5", *ADAPTERS[1:]]
+ADAPTERS += ["--ip-adapter-scale=style=0.5"]
 
 
 def test_generate_sends_what_is_given(sandbox: Path, server: CountingServer) -> None:
@@ -228,10 +237,15 @@ def test_generate_sends_what_is_given(sandbox: Path, server: CountingServer) -> 
         images[name] = base64.b64encode(data).decode()
     scalars = [f"{name}={text}" if text else name for name, (text, _) in SCALARS.items()]
     sent = [["x"], [*scalars, "x"], [*MASKS, "x"], [*CONTROLS, "x"], [*ADAPTERS, "x"]]
+    sent += [[*OLD_CONTROLS, "x"], [*OLD_ADAPTERS, "x"]]
     bad = [["--crop=1;2", "x"], ["--timesteps=1,x", "x"], ["--sigmas=", "x"], ["--target-size=64", "x"]]
     results = commands.run(sandbox, [Invocation(["generate", server.option, *args]) for args in (*sent, *bad)])
     assert {result["status"] for result in results[len(sent) :]} == {2} and len(server.received) == len(sent)
-    plain, of_scalars, masked, controlled, adapted = server.received
+    plain, of_scalars, masked, controlled, adapted, *old = server.received
+    assert old == [controlled, adapted]
+    notes = [results[number]["stdout"] for number in (5, 6)]
+    assert "--control-scale NUMBER is now --control-scale NAME=NUMBER" in notes[0]
+    assert "now --ip-adapter NAME=FILE --ip-adapter-scale style=0.5" in notes[1]
     assert set(plain) == {"prompt", "num_images", "output_format", "stream"}
     fields = {option.flag.partition("/")[0]: option.field for option in FIELD_OPTIONS}
     assert {name: of_scalars[fields[name]] for name in fields} == {name: value for name, (_, value) in SCALARS.items()}

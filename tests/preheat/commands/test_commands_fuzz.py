@@ -41,7 +41,7 @@ def odd_values(files: OddFiles) -> dict[str, Values]:
     return files_of | {
         **dict.fromkeys(("--store", "--from", "--s3"), stores),
         **dict.fromkeys(("--model", "--refiner", "--vae", "--peer", "--safety-checker"), models),
-        "triton-client --model": ["generate_20_pipeline", *TEXTS],
+        "triton-client --triton-model": ["generate_20_pipeline", *TEXTS],
         **dict.fromkeys(("--size", "--bucket", "--original-size", "--target-size"), SIZES),
         **dict.fromkeys(("--url", "--backend", "--address"), [*URLS, *TEXTS]),
         **dict.fromkeys(("--release", "--validation"), NAMES),
