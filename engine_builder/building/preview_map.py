@@ -14,11 +14,10 @@ from torch.nn.functional import avg_pool2d, interpolate
 from engine_builder.building.eager_engine import EagerEngine
 from engine_builder.networks.network import Network
 from model.engines.engine import EngineSet
-from model.pipeline.decode import decode_latents
-from model.pipeline.encode import encode_pixels
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.preview import PreviewMap, neighbourhoods, preview_map_of
 from model.pipeline.spec import VAE_DECODER, VAE_ENCODER
+from model.pipeline.vae import decode_latents, encode_pixels
 from model.store.manifest import MAX_PREVIEW_CHANNELS, ModelFacts, PreviewLayer, PreviewRecord
 
 PREVIEW_VERSION = 1  # of the fit, recorded with each build

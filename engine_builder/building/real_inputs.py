@@ -16,7 +16,6 @@ from model.engines.shapes import bind_shapes
 from model.engines.signatures import control_types
 from model.images.encode import Pixels
 from model.images.fit import reference_square
-from model.pipeline.encode import encode_pixels, to_pixels
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import Control, ImagePrompt
 from model.pipeline.spec import (
@@ -27,6 +26,7 @@ from model.pipeline.spec import (
     find_component,
     ip_adapters_of,
 )
+from model.pipeline.vae import encode_pixels, to_pixels
 from model.store.manifest import Bucket, Signature
 
 _PROMPT = "a large red circle on a blue background"

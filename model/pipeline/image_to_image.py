@@ -9,11 +9,11 @@ import torch
 
 from model.cuda.streams import to_device
 from model.denoising.loop import ImageState, Known
-from model.pipeline.encode import encode_pixels, to_pixels
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.overflow import IMAGE, is_finite
 from model.pipeline.params import REPAINTED_LEVEL
 from model.pipeline.request_plan import RequestPlan, Source
+from model.pipeline.vae import encode_pixels, to_pixels
 
 
 def draw_latents(model: LoadedModel, plan: RequestPlan, image: ImageState) -> torch.Tensor:

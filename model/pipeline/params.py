@@ -71,7 +71,7 @@ class GenerationParams:
     controls: the ControlNets that the base's steps use, each with another name.
     image_prompts: the IP-Adapters that the base's steps use, each with another name.
     metadata: what the files of the images state; None: nothing.
-    composite, color_match, upscale: see `model.pipeline.finish`.
+    composite, color_match, upscale: see `model.scheduling.output_workers`.
     prompt_syntax: see `model.prompts.weighted_prompt`.
     original_size, target_size: height and width that an SDXL is conditioned on; None: those of the image.
     crop: top and left that an SDXL is conditioned on.

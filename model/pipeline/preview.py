@@ -12,8 +12,8 @@ from torch.nn.functional import avg_pool2d, interpolate, pad, unfold
 
 from model.cuda.streams import to_device
 from model.images.encode import encode
-from model.pipeline.decode import decode_latents
 from model.pipeline.loaded_model import LoadedModel
+from model.pipeline.vae import decode_latents
 from model.store.manifest import PreviewRecord
 
 _JPEG_QUALITY = 80

@@ -14,11 +14,11 @@ from model.denoising.noise_schedule import Floats
 from model.denoising.sampler_names import skipped_steps
 from model.denoising.samplers import SamplerSchedule, sampler_schedule, skip_steps, split_schedule
 from model.engines.signatures import timestep_cond_width
-from model.pipeline.encode import LatentDistribution
 from model.pipeline.guidance import scale_by_step
 from model.pipeline.loaded_model import LoadedModel, LoopKey
 from model.pipeline.params import REPAINTED_LEVEL, GenerationParams, ImagePrompt
 from model.pipeline.spec import BASE, REFINER, UNET, UNET_LORA, Denoiser
+from model.pipeline.vae import LatentDistribution
 from model.prompts.prompt_warnings import prompt_warnings
 from model.prompts.tokenizer import ClipTokenizer
 from model.prompts.weighted_prompt import Chunks, plain_chunks, weighted_chunks

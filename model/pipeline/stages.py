@@ -14,7 +14,6 @@ from model.denoising.loop import Conditioning, ImageState
 from model.engines.signatures import IMAGE_KEYS, IMAGE_VALUES, KEYS_VALUES
 from model.images.encode import to_levels
 from model.images.pending import PendingImage
-from model.pipeline.decode import decode_latents
 from model.pipeline.image_to_image import draw_latents, keep_base_result, prepare_from_image
 from model.pipeline.loaded_model import LoadedModel, LoopKey
 from model.pipeline.overflow import CHECKS, IMAGE, LATENTS, PIXELS, TEXT, is_finite, latents_are_sane
@@ -22,6 +21,7 @@ from model.pipeline.prompt import encode_prompt
 from model.pipeline.request_plan import CfgConditioning, RequestPlan
 from model.pipeline.safety import check_image
 from model.pipeline.spec import BASE, REFINER, Denoiser
+from model.pipeline.vae import decode_latents
 
 _ENCODED = (KEYS_VALUES, "time_embeds", IMAGE_KEYS, IMAGE_VALUES)  # inputs of a UNet that prompts and images become
 

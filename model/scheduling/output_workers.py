@@ -14,8 +14,9 @@ from model.denoising.loop import ImageState
 from model.images.encode import Pixels, encode_base64
 from model.images.metadata import metadata_text
 from model.images.pending import PendingImage
-from model.pipeline.finish import finish
+from model.images.postprocess import color_match, composite, union, upscale
 from model.pipeline.overflow import CHECKS, broken_images
+from model.pipeline.params import GenerationParams
 from model.pipeline.preview import Preview
 from model.scheduling.job import ImageEvent, Job
 
@@ -101,3 +102,18 @@ class OutputWorkers:
             job.report_step(steps_done, preview.encode(), index)
         except Exception as error:
             self._on_failure(job, error)
+
+
+def finish(pixels: Pixels, params: GenerationParams) -> Pixels:
+    """Return uint8 [upscale * height, upscale * width, 3]: colours matched, then blended with the input, then enlarged.
+
+    `pixels`: uint8 [height, width, 3]. The first two use the union of all masks, and need them.
+    """
+    if params.masks and (params.color_match or params.composite):
+        assert params.image is not None
+        mask = union([mask.levels for mask in params.masks])
+        if params.color_match:
+            pixels = color_match(pixels, params.image, mask)
+        if params.composite:
+            pixels = composite(pixels, params.image, mask)
+    return upscale(pixels, params.upscale)

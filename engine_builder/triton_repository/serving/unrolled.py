@@ -35,8 +35,8 @@ from model.engines.signatures import CONTROL_SCALE as CONTROL_SCALE_INPUT
 from model.engines.signatures import KEYS_VALUES, control_input
 from model.errors import RequestRefused
 from model.images.encode import broken_image, to_levels
-from model.pipeline.decode import decode_latents
 from model.pipeline.spec import BASE, UNET
+from model.pipeline.vae import decode_latents
 from model.prompts.weighted_prompt import plain_chunks
 from model.store.manifest import Signature
 

@@ -11,8 +11,8 @@ from PIL import Image
 
 from model.images.encode import encode
 from model.images.postprocess import Pixels, color_match, composite, dilate, feather, upscale
-from model.pipeline.finish import finish
 from model.pipeline.params import GenerationParams, Mask
+from model.scheduling.output_workers import finish
 from tests.support.images import largest_difference
 from tests.support.linear_networks import PLAIN
 

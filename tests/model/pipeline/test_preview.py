@@ -19,10 +19,10 @@ from model.loading.load import Loaded
 from model.loading.served import Defaults, ServedModel, SizeList, SizeRange
 from model.loading.warmup import warm_up
 from model.pipeline import spec
-from model.pipeline.decode import decode_latents
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.preview import Preview, PreviewMap, fit_preview_map, preview_map_of
 from model.pipeline.runner import Runner
+from model.pipeline.vae import decode_latents
 from model.store.manifest import ModelFacts, PreviewLayer, PreviewRecord
 from model.store.precision import FP32
 from tests.support.images import pixels
