@@ -1,6 +1,7 @@
-"""Write docs/benchmarks.md and its plots from docs/benchmarks/*.json. Nothing in the page is written by hand.
+"""Write docs/benchmarks.md and its plots from docs/benchmarks/*.json. Nothing in the pages is written by hand.
 
-Each file gives a section of its name. A section has a table of its rows, and these plots if its rows have their values:
+Each file gives a section of its name, on the page of the device in its name: docs/benchmarks-h100.md. The first page
+lists all sections. A section has a table of its rows, and these plots if its rows have their values:
 
     seconds an image            the section `SPEED_SECTION`, with numbers that others published
     cold start by phase         rows with `phases`
@@ -8,7 +9,7 @@ Each file gives a section of its name. A section has a table of its rows, and th
     latency against steps       rows in ms or s that differ only in steps
     throughput against batch    rows in ms or images/s that differ only in batch
 
-A section begins with the notes in name.md, if that file exists. The page depends only on these files, so a test
+A section begins with the notes in name.md, if that file exists. The pages depend only on these files, so a test
 compares them. Plots need matplotlib, which is imported only for them.
 """
 
@@ -32,15 +33,21 @@ _BAR_NAMES = {  # by the case of a row
     "sdxl-30-steps, diffusers compiled": "diffusers {version}, torch.compile",
     "sdxl-30-steps, diffusers eager": "diffusers {version}, eager",
 }
-_ACRONYMS = {"cpu", "gpu", "sdxl", "http", "s3", "l4", "a10g", "a100", "h100", "h200", "fp8", "fp16", "bf16", "vae"}
+_DEVICES = {"cpu", "l4", "a10g", "a100", "h100", "h200"}
+_ACRONYMS = _DEVICES | {"gpu", "sd", "sdxl", "http", "s3", "fp8", "fp16", "bf16", "int8", "vae"}
 _PER_SECOND = "images/s"
 _TO_MS = {"ms": 1.0, "s": 1000.0}
 _HEAD = """\
 # Benchmarks
 
-Made by `preheat report` from the rows in `docs/benchmarks/`; edit those, not this page. p50, p90 and p99 are by
+Made by `preheat report` from the rows in `docs/benchmarks/`; edit those, not these pages. p50, p90 and p99 are by
 nearest rank over all runs, counted from the best (of images/s the highest). The list under a table has the device, the
 versions and the command of its rows. A command exists at its commit.
+"""
+_DEVICE_HEAD = """\
+# Benchmarks: {device}
+
+[All devices, and how to read the tables]({index}).
 """
 _Series = dict[str, list[tuple[int, float]]]
 """Points (x, y) of each line, by its name."""
@@ -56,7 +63,9 @@ class Plot:
 
 
 def write_report(folder: Path, page: Path) -> list[Path]:
-    """Write the page and its plots (SVG, into `folder`), and delete all other SVG files there. Returns the plots.
+    """Write the pages and their plots (SVG, into `folder`), and delete all other SVG files there. Returns the plots.
+
+    `page`: the first page. That of a device is beside it.
 
     Raises BadRows, also for a folder without rows, or PreheatError if matplotlib is not installed.
     """
@@ -69,7 +78,8 @@ def write_report(folder: Path, page: Path) -> list[Path]:
     for path in folder.glob("*.svg"):
         if path not in paths:
             path.unlink()
-    write_file(page, render(folder, page).encode())
+    for path, text in render(folder, page).items():
+        write_file(path, text.encode())
     return paths
 
 
@@ -78,19 +88,33 @@ def read_sections(folder: Path) -> dict[str, list[Row]]:
     return {path.stem: rows for path in sorted(folder.glob("*.json")) if (rows := read_rows(path))}
 
 
-def render(folder: Path, page: Path) -> str:
-    """Return the page's text."""
-    folder_link = Path(os.path.relpath(folder, page.parent)).as_posix()
-    parts = [_HEAD]
+def render(folder: Path, page: Path) -> dict[Path, str]:
+    """Return the text of each page: the first one, which has the sections of no device, and one for each device."""
+    parts, index = {page: [_HEAD]}, []
     for name, rows in read_sections(folder).items():
-        parts.append(f"## {title_of(name)}\n")
-        notes = folder / f"{name}.md"
-        if notes.is_file():
-            parts.append(notes.read_text().strip() + "\n")
-        parts.append(_table(rows))
-        parts += [f"![{plot.title}]({folder_link}/{plot.name}.svg)\n" for plot in plots_of(name, rows)]
-        parts.append(_provenance(rows))
-    return "\n".join(parts)
+        device = next((word for word in re.split("[-_]", name) if word in _DEVICES), None)
+        path = page if device is None else page.with_stem(f"{page.stem}-{device}")
+        if device is not None:
+            parts.setdefault(path, [_DEVICE_HEAD.format(device=title_of(device), index=page.name)])
+        title = title_of(name)
+        index.append(f"- [{title}]({'' if path == page else path.name}#{_anchor(title)})\n")
+        parts[path].append(_section(folder, page, name, rows))
+    return {path: "\n".join([*each, "".join(index)] if path == page else each) for path, each in parts.items()}
+
+
+def _section(folder: Path, page: Path, name: str, rows: Sequence[Row]) -> str:
+    parts = [f"## {title_of(name)}\n"]
+    if (notes := folder / f"{name}.md").is_file():
+        parts.append(notes.read_text().strip() + "\n")
+    parts.append(_table(rows))
+    folder_link = Path(os.path.relpath(folder, page.parent)).as_posix()
+    parts += [f"![{plot.title}]({folder_link}/{plot.name}.svg)\n" for plot in plots_of(name, rows)]
+    return "\n".join([*parts, _provenance(rows)])
+
+
+def _anchor(title: str) -> str:
+    """Return the anchor of a title, as Python-Markdown and code hosts write it: "H100 sd 1.5" -> "h100-sd-15"."""
+    return re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-")
 
 
 def title_of(name: str) -> str:

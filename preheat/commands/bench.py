@@ -258,10 +258,9 @@ def report(
     folder: Annotated[
         Path, typer.Argument(exists=True, file_okay=False, help="The folder of JSON files with rows.")
     ] = ROOT / "docs" / "benchmarks",
-    out: Annotated[Path | None, typer.Option(help="The page; default: FOLDER.md.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The first page; default: FOLDER.md.")] = None,
 ) -> None:
-    """Write docs/benchmarks.md and its plots from the rows in docs/benchmarks/*.json, and delete other SVG files
-    there."""
+    """Write docs/benchmarks*.md and their plots from the rows in docs/benchmarks/*.json. Other SVG files there go."""
     from benchmarks.report import write_report
 
     page = out or folder.absolute().parent / f"{folder.resolve().name}.md"

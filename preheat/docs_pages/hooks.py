@@ -32,7 +32,7 @@ def on_page_markdown(markdown: str, page: _Page, **_: Any) -> str:
     """Replace links to files outside docs/ by their paths in the repository, and set the page's place in the search."""
     if page.file.src_uri.startswith("log/"):
         page.meta["search"] = {"exclude": True}
-    elif page.file.src_uri == "benchmarks.md":
+    elif page.file.src_uri.startswith("benchmarks"):
         page.meta["search"] = {"boost": BENCHMARKS_BOOST}
     docs = ROOT / "docs"
 

@@ -43,13 +43,14 @@ def write(folder: Path, rows: list[Entries], name: str = "full-size-sdxl") -> No
 # -- committed files ----------------------------------------------------------------------------------------------
 
 
-def test_committed_page_matches_the_committed_rows() -> None:
-    page = DOCS / "benchmarks.md"
-    assert page.read_text() == render(DOCS / "benchmarks", page), "run `preheat report`"
+def test_committed_pages_match_the_committed_rows() -> None:
+    committed = {path: path.read_text() for path in DOCS.glob("benchmarks*.md")}
+    assert committed == render(DOCS / "benchmarks", DOCS / "benchmarks.md"), "run `preheat report`"
 
 
-def test_page_links_to_exactly_the_existing_plots() -> None:
-    linked = re.findall(r"\]\((benchmarks/[^)]+\.svg)\)", (DOCS / "benchmarks.md").read_text())
+def test_pages_link_to_exactly_the_existing_plots() -> None:
+    text = "".join(path.read_text() for path in DOCS.glob("benchmarks*.md"))
+    linked = re.findall(r"\]\((benchmarks/[^)]+\.svg)\)", text)
     assert sorted(linked) == sorted(f"benchmarks/{path.name}" for path in (DOCS / "benchmarks").glob("*.svg"))
 
 
@@ -60,7 +61,12 @@ def test_page_has_notes_rows_and_their_provenance(folder: Path) -> None:
     write(folder, [row(), row(case="a | b\nc", steps=20), row(command="echo `id`")], "h200-sdxl")
     write(folder, [], "empty")
     (folder / "h200-sdxl.md").write_text("Measured at night.\n")
-    text = render(folder, folder.with_suffix(".md"))
+    write(folder, [row()], "any-sdxl")
+    page = folder.with_suffix(".md")
+    pages = render(folder, page)
+    first, text = pages[page], pages[page.with_stem("benchmarks-h200")]
+    assert re.findall("^## (.*)$", first, re.MULTILINE) == ["Any SDXL"]
+    assert "- [Any SDXL](#any-sdxl)\n- [H200 SDXL](benchmarks-h200.md#h200-sdxl)\n" in first
     assert re.findall("^## (.*)$", text, re.MULTILINE) == ["H200 SDXL"]
     assert text.index("## H200") < text.index("Measured at night.") < text.index("| case |")
     assert "| sdxl/1 1024x1024 | fp16 | 30 | 1 | 10 ms | 11 ms | 12 ms | 5 | abc1234 |" in text
