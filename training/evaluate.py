@@ -19,7 +19,7 @@ from diffusers import StableDiffusionXLImg2ImgPipeline, StableDiffusionXLPipelin
 from PIL import Image
 
 from training.pictures.evaluation_set import evaluation_set
-from training.score import Verdict, score_image
+from training.pictures.score import Verdict, score_image
 
 COLUMNS = ("all", "single", "count", "pair")
 BATCH = 50  # images of a call of a pipeline

@@ -32,7 +32,7 @@ from model.images.encode import Pixels
 from model.pipeline.params import GenerationParams
 from model.store.precision import FP8, FP16, FP32, INT8, Precision
 from training.pictures.evaluation_set import EvaluationCaption, evaluation_set
-from training.score import score_image
+from training.pictures.score import score_image
 
 SETS = (False, True)  # values of `held_out`
 

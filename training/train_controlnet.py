@@ -38,7 +38,7 @@ from training.optimizer import EmaOptimizer, compute_dtype
 from training.pictures import captions, scenes
 from training.pictures.dataset import encode_caption
 from training.pictures.render import SCENE_VECTOR_LENGTH, render_scene, scene_vector
-from training.score import detect_objects, score_image
+from training.pictures.score import detect_objects, score_image
 from training.write_model import METADATA
 
 EMBEDDING_CHANNELS = (16, 32, 64, 96)  # of the control image's embedding; each after the first halves the sides

@@ -39,7 +39,7 @@ from training.pictures import scenes
 from training.pictures.captions import StatedObject, Statement
 from training.pictures.dataset import encode_caption
 from training.pictures.render import render_scene, scene_vector
-from training.score import detect_objects, score_image
+from training.pictures.score import detect_objects, score_image
 from training.write_model import METADATA
 
 SEED = 13

@@ -13,7 +13,7 @@ from tests.support.repository import MODEL_FOLDER
 from training.pictures import scenes
 from training.pictures.captions import parse_caption
 from training.pictures.render import render_scene
-from training.score import score_image
+from training.pictures.score import score_image
 from training.train_controlnet import (
     SIDE,
     Examples,

@@ -12,7 +12,7 @@ from engine_builder.networks.network_check import check_model
 from tests.support.repository import MODEL_FOLDER
 from training.pictures import scenes
 from training.pictures.render import render_scene
-from training.score import score_image
+from training.pictures.score import score_image
 from training.train_ip_adapter import (
     FILE,
     SIDE,

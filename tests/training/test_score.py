@@ -12,7 +12,7 @@ from training.pictures import captions, scenes
 from training.pictures.captions import parse_caption
 from training.pictures.render import render_scene
 from training.pictures.scenes import Scene, SceneObject
-from training.score import detect_objects, score_image
+from training.pictures.score import detect_objects, score_image
 
 
 def single(

@@ -1,7 +1,7 @@
 """The scenes that Tiny SDXL generates: one to three plain objects on a plain background.
 
 A sampled scene contains a held-out triple only on request. Its objects touch neither each other nor the border. Its
-sizes and positions leave the gaps that `training.score` relies on.
+sizes and positions leave the gaps that `training.pictures.score` relies on.
 
 Lengths are fractions: `x` of the width, `y` of the height (downwards), `radius` of the shorter side. Pixels and words
 are not part of this module.
