@@ -26,7 +26,7 @@ from tests.support.reference import Reference
 from tests.support.uncompiled import publish_uncompiled
 
 TOLERANCE = 2  # of 255: float32 rounding, in another order
-_IMAGES = ("image", "masks", "controls", "image_prompts")
+_IMAGES = ("image", "strength", "masks", "controls", "image_prompts")
 
 
 def publish(name: str, checkpoint: Checkpoint, target: Target, folder: Path) -> WritableStore:
