@@ -108,7 +108,8 @@ def with_engines(manifest: Manifest, planned: Iterable[PlannedEngine]) -> Manife
                 build_seconds=1,
             )  # fmt: skip
         )
-        blobs = (_blob(f"{find_component(name)[0].name} {precision} {layout}"),)
+        spec = find_component(name)[0]
+        blobs = (_blob(f"{spec.same_as or spec.name} {precision} {layout}"),)
         weights[name, precision.name, layout] = WeightsRecord(
             component=name, precision=precision, layout=layout, blobs=blobs
         )
