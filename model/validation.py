@@ -12,12 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 MAX_TRAIN_TIMESTEPS = 100_000  # of a noise schedule
-MAX_STEPS = 100  # of one request; a noise schedule has more timesteps
+MAX_STEPS = 100  # of one request, fewer for some samplers; a noise schedule has more timesteps
 MAX_GUIDANCE = 30
 MAX_PROMPT_CHARACTERS = 4000
 MAX_PROMPT_WEIGHT = 10
-MAX_STEPS_LCM = 50
-MAX_STEPS_HEUN = 50  # each takes two runs of the UNet, except the last
 MAX_CLIP_SKIP = 31  # the layers of the largest text encoder, without one
 MAX_SIZE_CONDITION = 16384  # pixels
 MAX_SIGMA = 10_000

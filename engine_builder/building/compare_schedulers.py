@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine_builder.checkpoints.scheduler_config import diffusers_class
 from model.denoising.edm_schedule import AnyNoiseSchedule, EdmSchedule
 from model.denoising.noise_schedule import NoiseSchedule
-from model.denoising.samplers import pad_schedules, sampler_schedule
-from model.validation import MAX_STEPS
+from model.denoising.sampler_names import EULER, sampler_spec
+from model.denoising.samplers import most_steps, pad_schedules, sampler_schedule
 
 MAX_DIFFERENCE = 5e-4  # of `compare_sampler`: above rounding, and below the difference of one timestep
 COMPARED_STEPS = (5, 20)
@@ -35,9 +34,7 @@ def compare_sampler(config: Mapping[str, Any], schedule: AnyNoiseSchedule, sampl
         # diffusers 0.42.1 calls np.array on tensors of a torch whose __array__ takes no `copy`: a defect of diffusers.
         warnings.simplefilter("ignore", DeprecationWarning)
         scheduler = diffusers_scheduler(config, schedule, sampler)
-        most = (
-            schedule.original_inference_steps if sampler == "LCM" and isinstance(schedule, NoiseSchedule) else MAX_STEPS
-        )
+        most = most_steps(sampler_spec(sampler), schedule)
         return max(_compare(scheduler, schedule, sampler, min(steps, most)) for steps in COMPARED_STEPS)
 
 
@@ -45,14 +42,15 @@ def diffusers_scheduler(config: Mapping[str, Any], schedule: AnyNoiseSchedule, s
     """Return the scheduler of diffusers that implements a sampler. Arguments as of `compare_sampler`."""
     import diffusers.schedulers
 
-    name, settings = diffusers_class(sampler, isinstance(schedule, EdmSchedule))
+    name, options = sampler_spec(sampler).implementation(isinstance(schedule, EdmSchedule))
     # diffusers warns of each entry of another class.
     kind: Any = getattr(diffusers.schedulers, name)
     known = {*inspect.signature(kind.__init__).parameters, "_class_name"}
-    scheduler = kind.from_config({key: value for key, value in config.items() if key in known}, **settings)
-    if sampler == "Heun" and isinstance(schedule, NoiseSchedule) and schedule.rescale_betas_zero_snr:
+    scheduler = kind.from_config({key: value for key, value in config.items() if key in known}, **options)
+    zero_snr = isinstance(schedule, NoiseSchedule) and schedule.rescale_betas_zero_snr
+    if zero_snr and "rescale_betas_zero_snr" not in known:
         # diffusers' Heun ignores the setting. It gets the noise schedule of diffusers' Euler.
-        scheduler.alphas_cumprod = diffusers_scheduler(config, schedule, "Euler").alphas_cumprod
+        scheduler.alphas_cumprod = diffusers_scheduler(config, schedule, EULER.name).alphas_cumprod
     return scheduler
 
 

@@ -16,6 +16,7 @@ from engine_builder.building.eager_model import eager_engines, open_eager_model,
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.checkpoints.scheduler_config import read_scheduler
 from model.api.request import GenerationRequest
+from model.denoising.sampler_names import sampler_spec
 from model.images.encode import Pixels
 from model.pipeline import spec as names
 from model.pipeline.params import GenerationParams, Mask
@@ -64,14 +65,14 @@ def largest_difference(pair: Counterparts, tokenizers: Mapping[str, ClipTokenize
     plan = pair.plan
     size = max(checkpoint.size_step() for checkpoint in (plan.base, plan.refiner) if checkpoint is not None)
     side = -(-SMALLEST_SIDE // size) * size
-    sampler = read_scheduler(plan.base).sampler
+    sampler = sampler_spec(read_scheduler(plan.base).sampler)
     paints = plan.base.widths().extra_channels > 0
     # diffusers documents no refiner for a UNet for inpainting. The refiner's networks are compared in any case.
-    refines = plan.refiner is not None and sampler != "Heun" and not paints
+    refines = plan.refiner is not None and sampler.refinable and not paints
     request = GenerationRequest.model_validate(
         {
             "prompt": _PROMPT, "width": side, "height": side, "num_inference_steps": STEPS, "seed": 0,
-            "scheduler": sampler, "guidance_scale": 1.5 if sampler == "LCM" else 5.0, "denoising_frac": 0.5,
+            "scheduler": sampler.name, "guidance_scale": 1.5 if sampler.distilled else 5.0, "denoising_frac": 0.5,
             "use_refiner": refines,
         }
     )  # fmt: skip

@@ -18,50 +18,38 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
+from model.denoising import sampler_names as specs
 from model.denoising.edm_schedule import AnyNoiseSchedule, EdmSchedule
 from model.denoising.noise_schedule import OWN_SPACING, InvalidSchedule, NoiseSchedule
-from model.denoising.sampler_names import DIFFUSERS_CLASSES
 from model.store.manifest import Family
 from model.validation import MAX_TRAIN_TIMESTEPS
 
 _DPM = "DPMSolverMultistepScheduler"
-# diffusers' DPM++ class implements three of the samplers, chosen by these settings.
-DPM_SETTINGS: dict[str, dict[str, Any]] = {
-    "DPM++ 2M": {"algorithm_type": "dpmsolver++", "use_karras_sigmas": False},
-    "DPM++ 2M Karras": {"algorithm_type": "dpmsolver++", "use_karras_sigmas": True},
-    "DPM++ 2M SDE Karras": {"algorithm_type": "sde-dpmsolver++", "use_karras_sigmas": True},
-}
-# Its classes for models in the EDM formulation always have Karras sigmas.
 _EDM_EULER, _EDM_DPM = "EDMEulerScheduler", "EDMDPMSolverMultistepScheduler"
-EDM_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Euler": (_EDM_EULER, {}),
-    "DPM++ 2M Karras": (_EDM_DPM, {"algorithm_type": "dpmsolver++"}),
-    "DPM++ 2M SDE Karras": (_EDM_DPM, {"algorithm_type": "sde-dpmsolver++"}),
-}
 _SAME_CLASSES = {"DDIMParallelScheduler": "DDIMScheduler"}  # the same images; it can also denoise steps in parallel
 # A class whose steps are no coefficients of the last two estimates -> the sampler that came closest on data/tiny-sdxl
 # with as many runs of the UNet (docs/log/correctness.md). DPMSolverSDEScheduler was not measured.
 REPLACED_CLASSES = {
-    "PNDMScheduler": "Euler",
-    "LMSDiscreteScheduler": "DPM++ 2M",
-    "UniPCMultistepScheduler": "DPM++ 2M",
-    "DEISMultistepScheduler": "DPM++ 2M",
-    "DPMSolverSinglestepScheduler": "DPM++ 2M Karras",
-    "SASolverScheduler": "DPM++ 2M Karras",
-    "DPMSolverSDEScheduler": "DPM++ 2M SDE Karras",
-    "KDPM2DiscreteScheduler": "Heun",
-    "KDPM2AncestralDiscreteScheduler": "Euler a",
-    "DDPMScheduler": "Euler a",
-    "DDPMParallelScheduler": "Euler a",
-    "TCDScheduler": "DDIM",
+    "PNDMScheduler": specs.EULER,
+    "LMSDiscreteScheduler": specs.DPM_2M,
+    "UniPCMultistepScheduler": specs.DPM_2M,
+    "DEISMultistepScheduler": specs.DPM_2M,
+    "DPMSolverSinglestepScheduler": specs.DPM_2M_KARRAS,
+    "SASolverScheduler": specs.DPM_2M_KARRAS,
+    "DPMSolverSDEScheduler": specs.DPM_2M_SDE_KARRAS,
+    "KDPM2DiscreteScheduler": specs.HEUN,
+    "KDPM2AncestralDiscreteScheduler": specs.EULER_A,
+    "DDPMScheduler": specs.EULER_A,
+    "DDPMParallelScheduler": specs.EULER_A,
+    "TCDScheduler": specs.DDIM,
 }
 # The same for DPM++ without Karras sigmas: its SDE solver, and entries for which DPM++ 2M is not the closest.
-NEAREST_TO_SDE = "Euler a"
-NEAREST_TO_OPTIONS: dict[tuple[str, Any], str] = {
-    ("solver_order", 1): "DDIM",
-    ("use_lu_lambdas", True): "DPM++ 2M Karras",
-    ("use_exponential_sigmas", True): "DPM++ 2M Karras",
-    ("use_beta_sigmas", True): "DPM++ 2M Karras",
+NEAREST_TO_SDE = specs.EULER_A
+NEAREST_TO_OPTIONS: dict[tuple[str, Any], specs.SamplerSpec] = {
+    ("solver_order", 1): specs.DDIM,
+    ("use_lu_lambdas", True): specs.DPM_2M_KARRAS,
+    ("use_exponential_sigmas", True): specs.DPM_2M_KARRAS,
+    ("use_beta_sigmas", True): specs.DPM_2M_KARRAS,
 }
 
 
@@ -216,9 +204,10 @@ def read_scheduler_config(
     # 2. the sampler, and what replaces a class or an option
     if name in REPLACED_CLASSES:
         sampler = REPLACED_CLASSES[name]
-        if sampler == "DPM++ 2M" and config.get("use_karras_sigmas") is True:
-            sampler = "DPM++ 2M Karras"
-        problems = {f"{name} is not served": f"{sampler}, the nearest one"}
+        if config.get("use_karras_sigmas") is True:
+            nearest, options = sampler.diffusers
+            sampler = _implemented(nearest, {**options, "use_karras_sigmas": True}) or sampler
+        problems = {f"{name} is not served": f"{sampler.name}, the nearest one"}
     else:
         sampler, problems = _served_sampler(name, config, path)
     warnings = (
@@ -238,18 +227,18 @@ def read_scheduler_config(
     config |= {key: option.served[0] for key, option in _OPTIONS.items() if key in config or key == "clip_sample"}
     if isinstance(schedule, NoiseSchedule):
         config |= {key: getattr(schedule, key) for key in ("beta_start", "beta_end", "beta_schedule")}
-    class_name, settings = diffusers_class(sampler, is_edm)
-    return SchedulerConfig(schedule, sampler, config | settings | {"_class_name": class_name}, tuple(warnings))
+    class_name, settings = sampler.implementation(is_edm)
+    config |= {**settings, "_class_name": class_name}
+    return SchedulerConfig(schedule, sampler.name, config, tuple(warnings))
 
 
-def diffusers_class(sampler: str, is_edm: bool) -> tuple[str, dict[str, Any]]:
-    """Return the class of diffusers that implements a sampler, and the settings that select the sampler in it."""
-    if is_edm:
-        return EDM_SETTINGS[sampler]
-    [name] = [name for name, served in DIFFUSERS_CLASSES.items() if served == sampler] or [
-        "DPMSolverMultistepScheduler"
-    ]
-    return name, DPM_SETTINGS.get(sampler, {})
+def _implemented(name: str, options: Mapping[str, Any]) -> specs.SamplerSpec | None:
+    """Return the sampler that a class of diffusers implements with these options. None: it is not served."""
+    for spec in specs.SPECS.values():
+        for served in (spec.diffusers, spec.edm):
+            if served and served.name == name and served.options.items() <= options.items():
+                return spec
+    return None
 
 
 def _check_model(name: str, config: Mapping[str, Any], path: str) -> None:
@@ -269,7 +258,7 @@ def _check_model(name: str, config: Mapping[str, Any], path: str) -> None:
         )
 
 
-def _served_sampler(name: str, config: Mapping[str, Any], path: str) -> tuple[str, dict[str, str]]:
+def _served_sampler(name: str, config: Mapping[str, Any], path: str) -> tuple[specs.SamplerSpec, dict[str, str]]:
     """Return the sampler of a served class. Also return each problem with an option, and what is used instead."""
     replaced: dict[str, Any] = {}
     is_dpm, karras = name == _DPM, config.get("use_karras_sigmas") is True
@@ -282,23 +271,20 @@ def _served_sampler(name: str, config: Mapping[str, Any], path: str) -> tuple[st
         if not _is_one_of(value, option.replaced) and type(value) not in option.replaced:
             raise CheckpointError(f"{path}: {key} is {value!r:.80}.", f"Set {json.dumps(option.served[0])}.")
         replaced[key] = value
-    if not is_dpm and name != _EDM_DPM:
-        own = sampler = "Euler" if name == _EDM_EULER else DIFFUSERS_CLASSES[name]
-    else:
-        own = sampler = "DPM++ 2M" if is_dpm and not karras else "DPM++ 2M Karras"
-        algorithm = config.get("algorithm_type")
-        if algorithm in ("sde-dpmsolver++", "sde-dpmsolver"):
-            own = sampler = "DPM++ 2M SDE Karras"
-            if is_dpm and not karras:
-                sampler = NEAREST_TO_SDE
-                replaced.setdefault("algorithm_type", algorithm)
-        elif own == "DPM++ 2M":
-            for key, value in replaced.items():
-                sampler = NEAREST_TO_OPTIONS.get((key, value), sampler)
+    algorithm = config.get("algorithm_type")
+    solver = "sde-dpmsolver++" if algorithm in ("sde-dpmsolver++", "sde-dpmsolver") else "dpmsolver++"
+    own = sampler = _implemented(name, {"algorithm_type": solver, "use_karras_sigmas": karras})
+    if sampler is None:
+        sampler = NEAREST_TO_SDE
+        replaced.setdefault("algorithm_type", algorithm)
+    elif is_dpm and not karras:
+        for key, value in replaced.items():
+            sampler = NEAREST_TO_OPTIONS.get((key, value), sampler)
     return sampler, {
-        f"{key} {json.dumps(value)} is not served for {name}": f"{sampler} with {json.dumps(_OPTIONS[key].served[0])}"
-        if sampler == own
-        else f"{sampler}, the nearest one"
+        f"{key} {json.dumps(value)} is not served for {name}": f"{sampler.name} "
+        f"with {json.dumps(_OPTIONS[key].served[0])}"
+        if sampler is own
+        else f"{sampler.name}, the nearest one"
         for key, value in replaced.items()
     }
 

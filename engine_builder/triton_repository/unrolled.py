@@ -17,7 +17,6 @@ from engine_builder.triton_repository.config import ANY, EnsembleStep, Tensor, T
 from engine_builder.triton_repository.write_repository import RepositoryError, Versions
 from model.denoising.buffers import SAMPLE, entry_shape
 from model.denoising.edm_schedule import schedule_from_dict
-from model.denoising.sampler_names import sampler_name
 from model.denoising.samplers import COEFFICIENTS, KNOWN_COEFFICIENTS, sampler_schedule
 from model.engines.signatures import KEYS_VALUES, TIMESTEP_COND, control_types
 from model.loading.served import read_defaults
@@ -85,9 +84,7 @@ def unrolled_models(manifest: Manifest, steps: int) -> dict[str, TritonModel]:
     Raises RepositoryError, and RequestRefused for a number of steps that the release's sampler does not have.
     """
     defaults = read_defaults(manifest.defaults)
-    schedule = sampler_schedule(
-        sampler_name(defaults.scheduler), steps, schedule_from_dict(manifest.schedulers["base"])
-    )
+    schedule = sampler_schedule(defaults.scheduler, steps, schedule_from_dict(manifest.schedulers["base"]))
     if schedule.order != 1:
         raise RepositoryError(
             f"The sampler of release {manifest.name}, {schedule.sampler}, runs the UNet twice in a step, which the "

@@ -2,6 +2,7 @@
 
 from typing import Literal, TypedDict
 
+from model.denoising.sampler_names import HEUN, LCM
 from model.loading.served import ServedRelease, SizeRange, Sizes
 from model.validation import (
     MAX_CONTROLS,
@@ -11,8 +12,6 @@ from model.validation import (
     MAX_MASKS,
     MAX_PROMPT_CHARACTERS,
     MAX_STEPS,
-    MAX_STEPS_HEUN,
-    MAX_STEPS_LCM,
     Safety,
 )
 
@@ -66,8 +65,8 @@ def describe(release: ServedRelease) -> Description:
         "limits": {
             "images": MAX_IMAGES,
             "steps": MAX_STEPS,
-            "steps_lcm": MAX_STEPS_LCM,
-            "steps_heun": MAX_STEPS_HEUN,
+            "steps_lcm": LCM.max_steps,
+            "steps_heun": HEUN.max_steps,
             "guidance": MAX_GUIDANCE,
             "prompt_characters": MAX_PROMPT_CHARACTERS,
             "masks": MAX_MASKS,

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NotRequired, Self, TypedDict
 from pydantic import AfterValidator, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from model.denoising.sampler_names import SAMPLERS, TAKE_SIGMAS, TAKE_TIMESTEPS
+from model.denoising.sampler_names import SAMPLERS, SPECS, takers
 from model.validation import (
     MAX_CLIP_SKIP,
     MAX_CONTROL_SCALE,
@@ -29,7 +29,6 @@ from model.validation import (
     MAX_SIGMA,
     MAX_SIZE_CONDITION,
     MAX_STEPS,
-    MAX_STEPS_LCM,
     MAX_TRAIN_TIMESTEPS,
     MAX_UPSCALE,
     Fraction,
@@ -87,6 +86,9 @@ Sigmas = Annotated[
     Field(min_length=2, max_length=MAX_STEPS + 1),
     AfterValidator(_refuse_ascending),
 ]
+
+
+_LIMITED = {name: SPECS[name].max_steps for name in SAMPLERS if SPECS[name].max_steps < MAX_STEPS}
 
 
 def _state_null(schema: dict[str, Any]) -> None:
@@ -270,8 +272,8 @@ class GenerationRequest(RequestModel):
     )
     num_inference_steps: Steps | None = Field(
         None,
-        description=f"Denoising steps: 1 to {MAX_STEPS}, and at most {MAX_STEPS_LCM} with LCM or Heun. "
-        "Default: the release's, commonly 30.",
+        description=f"Denoising steps: 1 to {MAX_STEPS}, and at most {min(_LIMITED.values())} with "
+        f"{' or '.join(_LIMITED)}. Default: the release's, commonly 30.",
     )
     guidance_scale: Guidance | None = Field(
         None,
@@ -331,12 +333,12 @@ class GenerationRequest(RequestModel):
     timesteps: Timesteps | None = Field(
         None,
         description="The UNet's timestep of each step, descending integers from 0 on, in place of the scheduler's. "
-        f"For {', '.join(TAKE_TIMESTEPS)}. Their number replaces `num_inference_steps`.",
+        f"For {takers('timesteps')}. Their number replaces `num_inference_steps`.",
     )
     sigmas: Sigmas | None = Field(
         None,
         description="The ratio of noise to signal before each step and after the last, descending, in place of the "
-        f"scheduler's. The last one is commonly 0. For {', '.join(TAKE_SIGMAS)}. Their number less one replaces "
+        f"scheduler's. The last one is commonly 0. For {takers('sigmas')}. Their number less one replaces "
         "`num_inference_steps`.",
     )
     num_images: int = Field(1, ge=1, le=MAX_IMAGES, description=f"Number of images of the prompt: 1 to {MAX_IMAGES}.")

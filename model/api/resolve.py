@@ -12,7 +12,7 @@ from model.denoising.sampler_names import (
     check_refiner,
     check_spacing,
     check_steps,
-    sampler_name,
+    sampler_spec,
     skipped_steps,
     smallest_strength,
 )
@@ -49,10 +49,11 @@ def resolve(
     values |= request.model_dump(exclude_none=True, exclude=_NOT_PARAMETERS)
     if values["seed"] == RANDOM_SEED:
         values["seed"] = secrets.randbelow(SEED_COUNT)
-    values["scheduler"] = sampler_name(values["scheduler"])
-    check_spacing(values["scheduler"], request.timesteps, request.sigmas)
+    sampler = sampler_spec(values["scheduler"])
+    values["scheduler"] = sampler.name
+    check_spacing(sampler, request.timesteps, request.sigmas)
     values["num_inference_steps"] = _step_count(request, values["num_inference_steps"])
-    check_steps(values["num_inference_steps"], values["scheduler"])
+    check_steps(values["num_inference_steps"], sampler)
     try:
         served.sizes.check(values["width"], values["height"])
     except RequestRefused as error:
@@ -67,7 +68,7 @@ def resolve(
         raise RequestRefused("use_refiner", "true is not accepted, because this release has no refiner. Set false.")
     values["loras"] = _resolve_loras(request, served, values["use_refiner"])
     if values["use_refiner"]:
-        check_refiner(values["scheduler"])
+        check_refiner(sampler)
     _check_image_fields(request, served, values["width"], values["height"])
     _check_controls(request, served, values["width"], values["height"])
     _check_ip_adapters(request, served, values["width"], values["height"])

@@ -1,60 +1,117 @@
-"""The samplers' public names. Imports no numpy: the request's schema needs the names before torch is imported."""
+"""The table of samplers: what each one is, can do, and equals in diffusers.
+
+A sampler is one row, and its name stands nowhere else: other modules read a row's facts. Imports no numpy, because the
+request's schema needs the table before torch is imported.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 from model.errors import RequestRefused
-from model.validation import MAX_STEPS_HEUN, MAX_STEPS_LCM
+from model.validation import MAX_STEPS
 
-SAMPLERS: tuple[str, ...] = (
-    "Euler", "Euler a", "DDIM", "DPM++ 2M", "DPM++ 2M Karras", "DPM++ 2M SDE Karras", "LCM", "Heun",
+
+class DiffusersClass(NamedTuple):
+    """A class of diffusers, and the options that select a sampler in it."""
+
+    name: str
+    options: Mapping[str, Any] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class SamplerSpec:
+    """A sampler. `spacing`, `takes` and the two classes are facts of diffusers, the others are facts of the sampler."""
+
+    name: str  # its public name
+    algorithm: Literal["euler", "heun", "ddim", "dpm", "lcm"]  # the builder in `model.denoising.samplers`
+    diffusers: DiffusersClass  # the class's name alone means the first row that has the class
+    edm: DiffusersClass | None = None  # for models in the EDM formulation. None: they do not have the sampler
+    takes: tuple[str, ...] = ()  # the fields of a request that replace its own spacing
+    spacing: str = "linspace"  # of a model that leaves `timestep_spacing` to the sampler
+    karras: bool = False  # the sigmas of Karras et al. 2022, equation 5, in place of the model's spacing
+    max_steps: int = MAX_STEPS  # of one request
+    order: int = 1  # runs of the UNet in each step but the last, which has one
+    draws_noise: bool = False  # in its steps, from the generator
+    distilled: bool = False  # its steps are some of the model's `original_inference_steps`
+
+    @property
+    def refinable(self) -> bool:
+        """True if a refiner can continue the images. It cannot start between the two runs of one step."""
+        return self.order == 1
+
+    def implementation(self, is_edm: bool) -> DiffusersClass:
+        """Return the class for models of a formulation that the sampler serves."""
+        found = self.edm if is_edm else self.diffusers
+        assert found is not None, f"{self.name} does not serve the EDM formulation"
+        return found
+
+
+def _dpm(algorithm: str, karras: bool) -> DiffusersClass:
+    return DiffusersClass("DPMSolverMultistepScheduler", {"algorithm_type": algorithm, "use_karras_sigmas": karras})
+
+
+def _edm_dpm(algorithm: str) -> DiffusersClass:
+    return DiffusersClass("EDMDPMSolverMultistepScheduler", {"algorithm_type": algorithm})  # has Karras sigmas only
+
+
+EULER = SamplerSpec(
+    "Euler", "euler", DiffusersClass("EulerDiscreteScheduler"), DiffusersClass("EDMEulerScheduler"),
+    takes=("timesteps", "sigmas"),
 )  # fmt: skip
-# The samplers that take explicit timesteps or sigmas: those whose diffusers class does.
-TAKE_TIMESTEPS = ("Euler", "Heun", "DPM++ 2M", "LCM")
-TAKE_SIGMAS = ("Euler",)
-_FEWER_STEPS = {"Heun": MAX_STEPS_HEUN, "LCM": MAX_STEPS_LCM}
-DIFFUSERS_CLASSES = {
-    "EulerDiscreteScheduler": "Euler",
-    "EulerAncestralDiscreteScheduler": "Euler a",
-    "HeunDiscreteScheduler": "Heun",
-    "DDIMScheduler": "DDIM",
-    "DPMSolverMultistepScheduler": "DPM++ 2M",
-    "LCMScheduler": "LCM",
-}
-EDM_SAMPLERS = ("Euler", "DPM++ 2M Karras", "DPM++ 2M SDE Karras")
+EULER_A = SamplerSpec("Euler a", "euler", DiffusersClass("EulerAncestralDiscreteScheduler"), draws_noise=True)
+HEUN = SamplerSpec("Heun", "heun", DiffusersClass("HeunDiscreteScheduler"), takes=("timesteps",), max_steps=50, order=2)
+DDIM = SamplerSpec("DDIM", "ddim", DiffusersClass("DDIMScheduler"), spacing="leading")
+DPM_2M = SamplerSpec("DPM++ 2M", "dpm", _dpm("dpmsolver++", karras=False), takes=("timesteps",))
+DPM_2M_KARRAS = SamplerSpec(
+    "DPM++ 2M Karras", "dpm", _dpm("dpmsolver++", karras=True), _edm_dpm("dpmsolver++"), karras=True
+)
+DPM_2M_SDE_KARRAS = SamplerSpec(
+    "DPM++ 2M SDE Karras", "dpm", _dpm("sde-dpmsolver++", karras=True), _edm_dpm("sde-dpmsolver++"), karras=True,
+    draws_noise=True,
+)  # fmt: skip
+LCM = SamplerSpec(
+    "LCM", "lcm", DiffusersClass("LCMScheduler"), takes=("timesteps",), max_steps=50, draws_noise=True, distilled=True
+)
+SPECS = {spec.name: spec for spec in (EULER, EULER_A, HEUN, DDIM, DPM_2M, DPM_2M_KARRAS, DPM_2M_SDE_KARRAS, LCM)}
+# The names as users read them: samplers that run the UNet once in a step come first.
+SAMPLERS = tuple(sorted(SPECS, key=lambda name: SPECS[name].order))
 
 
-def sampler_name(name: str) -> str:
-    """Return the public name of a sampler, from that name or from a diffusers class name. Raises RequestRefused."""
-    if name not in SAMPLERS and name not in DIFFUSERS_CLASSES:
-        raise RequestRefused("scheduler", f"{name!r} is not one of {', '.join((*SAMPLERS, *DIFFUSERS_CLASSES))}.")
-    return DIFFUSERS_CLASSES.get(name, name)
+def sampler_spec(name: str) -> SamplerSpec:
+    """Return a sampler, from its public name or from a diffusers class name. Raises RequestRefused."""
+    for spec in SPECS.values():
+        if name in (spec.name, spec.diffusers.name):
+            return spec
+    known = (*SAMPLERS, *dict.fromkeys(spec.diffusers.name for spec in SPECS.values()))
+    raise RequestRefused("scheduler", f"{name!r} is not one of {', '.join(known)}.")
 
 
-def check_steps(steps: int, sampler: str) -> None:
-    """Raise RequestRefused for more steps than the sampler (public name) serves."""
-    if steps > (limit := _FEWER_STEPS.get(sampler, steps)):
-        raise RequestRefused(
-            "num_inference_steps", f"{steps} is too many for {sampler}. Set 1 to {limit}, or another scheduler."
-        )
+def takers(field: str) -> str:
+    """Return the names of the samplers that take a field, for descriptions and messages."""
+    return ", ".join(spec.name for spec in SPECS.values() if field in spec.takes)
 
 
-def check_refiner(sampler: str) -> None:
-    """Raise RequestRefused if a refiner cannot continue the sampler's images (public name).
-
-    A step of Heun has two entries. The fraction of the denoising that divides base and refiner falls between the two.
-    """
-    if sampler == "Heun":
-        raise RequestRefused(
-            "scheduler", "Heun cannot be used with the refiner. Set another scheduler, or use_refiner to false."
-        )
+def check_steps(steps: int, spec: SamplerSpec) -> None:
+    """Raise RequestRefused for more steps than the sampler serves."""
+    if steps > spec.max_steps:
+        problem = f"{steps} is too many for {spec.name}. Set 1 to {spec.max_steps}, or another scheduler."
+        raise RequestRefused("num_inference_steps", problem)
 
 
-def check_spacing(sampler: str, timesteps: Sequence[int] | None, sigmas: Sequence[float] | None) -> None:
-    """Raise RequestRefused for timesteps or sigmas that the sampler (public name) does not take."""
-    for field, values, takers in (("timesteps", timesteps, TAKE_TIMESTEPS), ("sigmas", sigmas, TAKE_SIGMAS)):
-        if values is not None and sampler not in takers:
-            raise RequestRefused(field, f"{sampler} takes none. Set scheduler to one of {', '.join(takers)}.")
+def check_refiner(spec: SamplerSpec) -> None:
+    """Raise RequestRefused if a refiner cannot continue the sampler's images."""
+    if not spec.refinable:
+        problem = f"{spec.name} cannot be used with the refiner. Set another scheduler, or use_refiner to false."
+        raise RequestRefused("scheduler", problem)
+
+
+def check_spacing(spec: SamplerSpec, timesteps: Sequence[int] | None, sigmas: Sequence[float] | None) -> None:
+    """Raise RequestRefused for timesteps or sigmas that the sampler does not take."""
+    for field, values in (("timesteps", timesteps), ("sigmas", sigmas)):
+        if values is not None and field not in spec.takes:
+            raise RequestRefused(field, f"{spec.name} takes none. Set scheduler to one of {takers(field)}.")
 
 
 def skipped_steps(strength: float, steps: int, field: str = "strength") -> int:

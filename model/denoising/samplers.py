@@ -23,18 +23,19 @@ This module uses no tensors, devices, guidance or generators.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from model.denoising.edm_schedule import AnyNoiseSchedule, EdmSchedule
 from model.denoising.noise_schedule import Floats, NoiseSchedule
-from model.denoising.sampler_names import EDM_SAMPLERS, check_refiner, check_spacing, sampler_name
+from model.denoising.sampler_names import SAMPLERS, SPECS, SamplerSpec, check_refiner, check_spacing, sampler_spec
+from model.denoising.spacing import Points, chosen_points, edm_points, karras_points, points_at_timesteps, spaced
 from model.errors import RequestRefused
-from model.validation import MAX_STEPS, MAX_STEPS_HEUN, MAX_STEPS_LCM
 
 COEFFICIENTS = ("c_in", "a", "b", "x", "denoised", "prev", "noise")
 KNOWN_COEFFICIENTS = ("known", "known_noise")
@@ -77,6 +78,19 @@ class SamplerSchedule:
         return self.steps
 
 
+def served_samplers(noise_schedule: AnyNoiseSchedule) -> tuple[str, ...]:
+    """Return the public names of the samplers that a model with this noise schedule serves."""
+    is_edm = isinstance(noise_schedule, EdmSchedule)
+    return tuple(name for name in SAMPLERS if not is_edm or SPECS[name].edm)
+
+
+def most_steps(spec: SamplerSpec, noise_schedule: AnyNoiseSchedule) -> int:
+    """Return the most steps of a sampler for a model with this noise schedule."""
+    if spec.distilled and isinstance(noise_schedule, NoiseSchedule):
+        return min(spec.max_steps, noise_schedule.original_inference_steps)
+    return spec.max_steps
+
+
 @lru_cache(maxsize=256)  # requests use the same few schedules
 def sampler_schedule(
     sampler: str,
@@ -85,7 +99,7 @@ def sampler_schedule(
     timesteps: tuple[int, ...] | None = None,
     sigmas: tuple[float, ...] | None = None,
 ) -> SamplerSchedule:
-    """Return the schedule of a sampler, by any name that `sampler_name` accepts.
+    """Return the schedule of a sampler, by any name that `sampler_spec` accepts.
 
     `timesteps`: the UNet's timestep of each of the `steps`, descending. `sigmas`: the ratio of noise to signal before
     each step and after the last, descending. At most one of the two replaces the sampler's own spacing.
@@ -93,35 +107,23 @@ def sampler_schedule(
     Raises RequestRefused for too many steps, for a sampler that a model in the EDM formulation does not have, for a
     sampler that does not take timesteps or sigmas, and for a timestep that the model was not trained on.
     """
-    name = sampler_name(sampler)
-    if isinstance(noise_schedule, EdmSchedule):
-        if name not in EDM_SAMPLERS:
-            raise RequestRefused(
-                "scheduler",
-                f"{name!r} is not served by a model in the EDM formulation. Set one of {', '.join(EDM_SAMPLERS)}.",
-            )
-        for field, values in (("timesteps", timesteps), ("sigmas", sigmas)):
-            if values is not None:
-                raise RequestRefused(field, "a model in the EDM formulation takes none. Leave the field out.")
-        if not 1 <= steps <= MAX_STEPS:
-            raise RequestRefused("num_inference_steps", f"{steps} is not 1 to {MAX_STEPS}, the range of {name}.")
-        return _edm(name, steps, noise_schedule)
-    check_spacing(name, timesteps, sigmas)
-    max_steps = {"LCM": min(MAX_STEPS_LCM, noise_schedule.original_inference_steps), "Heun": MAX_STEPS_HEUN}.get(
-        name, MAX_STEPS
-    )
-    if not 1 <= steps <= max_steps:
-        raise RequestRefused("num_inference_steps", f"{steps} is not 1 to {max_steps}, the range of {name}.")
-    if timesteps is not None:
-        assert len(timesteps) == steps
-        if timesteps[0] >= (count := noise_schedule.num_train_timesteps):
-            raise RequestRefused("timesteps", f"{timesteps[0]} is not 0 to {count - 1}, the timesteps of this model.")
-    chosen = None if timesteps is None else np.array(timesteps, dtype=np.float64)
-    if name in ("Euler", "Euler a"):
-        assert sigmas is None or len(sigmas) == steps + 1
-        return _euler(name, steps, noise_schedule, chosen, sigmas)
-    build = {"Heun": _heun, "DDIM": _ddim, "LCM": _lcm}.get(name, _dpm)
-    return build(name, steps, noise_schedule, chosen)
+    spec, served = sampler_spec(sampler), served_samplers(noise_schedule)
+    if spec.name not in served:
+        raise RequestRefused(
+            "scheduler",
+            f"{spec.name!r} is not served by a model in the EDM formulation. Set one of {', '.join(served)}.",
+        )
+    if not isinstance(noise_schedule, EdmSchedule):
+        check_spacing(spec, timesteps, sigmas)
+    elif timesteps is not None or sigmas is not None:
+        field = "sigmas" if timesteps is None else "timesteps"
+        raise RequestRefused(field, "a model in the EDM formulation takes none. Leave the field out.")
+    most = most_steps(spec, noise_schedule)
+    if not 1 <= steps <= most:
+        raise RequestRefused("num_inference_steps", f"{steps} is not 1 to {most}, the range of {spec.name}.")
+    chosen = None if isinstance(noise_schedule, EdmSchedule) else chosen_points(timesteps, sigmas, noise_schedule)
+    assert chosen is None or len(chosen.timesteps) == steps
+    return _BUILDERS[spec.algorithm](spec, steps, noise_schedule, chosen)
 
 
 def split_schedule(
@@ -143,21 +145,14 @@ def split_schedule(
     Either part may be empty: the base if the fraction is near 0, the refiner if it is near 1 or there are few steps.
     diffusers ignores the fractions 0 and 1; here they follow the rule.
     """
-    check_refiner(schedule.sampler)
+    check_refiner(sampler_spec(schedule.sampler))
     if not 0 <= denoising_frac <= 1:
         raise RequestRefused("denoising_frac", f"{denoising_frac} is not 0 to 1.")
     if isinstance(noise_schedule, EdmSchedule):
         raise RequestRefused("use_refiner", "a model in the EDM formulation has no refiner. Set false.")
     training_steps = noise_schedule.num_train_timesteps
     base_steps = int(np.count_nonzero(schedule.timesteps >= round(training_steps - denoising_frac * training_steps)))
-    base = replace(
-        schedule,
-        timesteps=schedule.timesteps[:base_steps],
-        coefficients=schedule.coefficients[:base_steps],
-        noising=schedule.noising[:base_steps],
-        draws_noise=schedule.draws_noise[:base_steps],
-    )
-    return base, skip_steps(schedule, base_steps)
+    return _part(schedule, slice(base_steps)), skip_steps(schedule, base_steps)
 
 
 def skip_steps(schedule: SamplerSchedule, count: int) -> SamplerSchedule:
@@ -166,19 +161,19 @@ def skip_steps(schedule: SamplerSchedule, count: int) -> SamplerSchedule:
     Steps keep the sigmas and the noise of the whole schedule. The new first step has no history: its coefficient of the
     previous denoised estimate is 0, so DPM++ is first order there.
     """
-    coefficients = schedule.coefficients[count:].copy()
+    rest = _part(schedule, slice(count, None))
+    coefficients = rest.coefficients.copy()
     if count and len(coefficients):
         # `_dpm` adds a correction to `denoised` and subtracts it from `prev`. The sum of the two has no correction.
         denoised, prev = COEFFICIENTS.index("denoised"), COEFFICIENTS.index("prev")
         coefficients[0, denoised] += coefficients[0, prev]
         coefficients[0, prev] = 0.0
-    return replace(
-        schedule,
-        timesteps=schedule.timesteps[count:],
-        coefficients=coefficients,
-        noising=schedule.noising[count:],
-        draws_noise=schedule.draws_noise[count:],
-    )
+    return replace(rest, coefficients=coefficients)
+
+
+def _part(schedule: SamplerSchedule, part: slice) -> SamplerSchedule:
+    arrays = ("timesteps", "coefficients", "noising", "draws_noise")
+    return replace(schedule, **{name: getattr(schedule, name)[part] for name in arrays})
 
 
 def pad_schedules(
@@ -204,44 +199,6 @@ def pad_schedules(
     return timesteps, coefficients
 
 
-def _spaced_timesteps(schedule: NoiseSchedule, spacing: str, steps: int, points: int) -> Floats:
-    """Return the timesteps, descending: Lin et al. 2023 (arXiv 2305.08891), table 2.
-
-    Leading and linspace spacing divide the range into `points`. DPM++ uses one more than its steps and drops the last.
-    """
-    count = schedule.num_train_timesteps
-    if spacing == "leading":
-        result = np.arange(points)[::-1] * float(count // points) + schedule.steps_offset
-    elif spacing == "trailing":
-        result = np.arange(count, 0, -count / steps).round() - 1.0
-    else:
-        result = np.linspace(0, count - 1, points)[::-1]
-    return np.asarray(result[:steps], dtype=np.float64)
-
-
-def _sigmas(schedule: NoiseSchedule) -> Floats:
-    """Return the ratio of noise to signal at each training timestep: Karras et al. 2022 (EDM), x0 + sigma * noise."""
-    alphas = schedule.alphas_cumprod()
-    if schedule.rescale_betas_zero_snr:
-        alphas[-1] = 2**-24  # in place of 0, as in diffusers
-    return np.sqrt((1 - alphas) / alphas)
-
-
-def _timesteps_of(sigmas: Floats, schedule: NoiseSchedule) -> Floats:
-    """Return the timesteps of sigmas, interpolated in log(sigma) and rounded to float32 as in diffusers."""
-    training = np.log(_sigmas(schedule).astype(np.float32))
-    logs = np.log(np.maximum(sigmas.astype(np.float32), np.float32(1e-10)))
-    low = np.clip(np.searchsorted(training, logs, side="right") - 1, 0, len(training) - 2)
-    weight = np.clip((training[low] - logs) / (training[low] - training[low + 1]), np.float32(0), np.float32(1))
-    return np.asarray((1 - weight) * low + weight * (low + 1), dtype=np.float32).astype(np.float64)
-
-
-def _sigmas_at(timesteps: Floats, schedule: NoiseSchedule) -> Floats:
-    """Return the sigmas at timesteps, interpolated."""
-    sigmas = _sigmas(schedule)
-    return np.interp(timesteps, np.arange(len(sigmas)), sigmas)
-
-
 def _coefficients(steps: int, **columns: Floats | float) -> Floats:
     """Return coefficients [steps, 7] from columns by name. Other columns are 0."""
     result = np.zeros((steps, len(COEFFICIENTS)))
@@ -260,54 +217,56 @@ def _noising(alphas: Floats) -> Floats:
     return np.stack([np.sqrt(alphas), np.sqrt(1 - alphas)], axis=1)
 
 
-def _euler(
-    name: str, steps: int, schedule: NoiseSchedule, timesteps: Floats | None, sigmas: Sequence[float] | None
-) -> SamplerSchedule:
+def _start(spec: SamplerSpec, steps: int, schedule: AnyNoiseSchedule, chosen: Points | None) -> tuple[Points, float]:
+    """Return the points of a sampler whose x is x0 + sigma * noise, and the factor of the initial latents."""
+    if isinstance(schedule, EdmSchedule):
+        return edm_points(schedule, steps), math.hypot(schedule.sigma_max, 1.0)
+    spacing = schedule.spacing(spec.spacing)
+    timesteps = spaced(schedule, spacing, steps, steps).astype(np.float32).astype(np.float64)
+    points = chosen or points_at_timesteps(timesteps, schedule)
+    return points, math.hypot(points.sigmas[:-1].max(), 1.0 if spacing == "leading" else 0.0)
+
+
+def _prediction(schedule: AnyNoiseSchedule, sigmas: Floats, alpha: Floats | float = 1.0) -> dict[str, Floats]:
+    """Return the coefficients c_in, a and b for x = alpha * (x0 + sigma * noise).
+
+    In the EDM formulation alpha is 1, and they are the preconditioning of Karras et al. 2022, table 1.
+    """
+    if isinstance(schedule, EdmSchedule):
+        data, both = schedule.sigma_data, np.hypot(sigmas, schedule.sigma_data)
+        sign = -1 if schedule.prediction_type == "v_prediction" else 1
+        return {"c_in": 1 / both, "a": data**2 / both**2, "b": sign * sigmas * data / both}
+    signal = 1 / np.sqrt(sigmas**2 + 1)
+    a, b = _denoised(schedule, signal, signal * sigmas)
+    scale = signal / alpha
+    return {"c_in": scale, "a": a * scale, "b": b}
+
+
+def _euler(spec: SamplerSpec, steps: int, schedule: AnyNoiseSchedule, chosen: Points | None) -> SamplerSchedule:
     """Euler: Karras et al. 2022 (EDM), algorithm 1 without its correction; ancestral: k-diffusion.
 
     x is x0 + sigma * noise. A step, x + (sigma' - sigma) * (x - denoised) / sigma, is a mean of x and denoised. An
     ancestral step goes down to sigma'^2 / sigma. Noise then raises it to sigma': Song et al. 2020 (DDIM), equation 16
     with eta = 1. The last step draws noise too, with coefficient 0.
     """
-    spacing = schedule.spacing("linspace")
-    if sigmas is not None:
-        start, end = np.array(sigmas[:-1]), np.array(sigmas[1:])
-        timesteps = _timesteps_of(start, schedule)
-    else:
-        if timesteps is None:
-            timesteps = _spaced_timesteps(schedule, spacing, steps, steps).astype(np.float32).astype(np.float64)
-        start = _sigmas_at(timesteps, schedule)
-        end = np.append(start[1:], 0.0)
-    ancestral = name == "Euler a"
-    down = end**2 / start if ancestral else end
-    signal = 1 / np.sqrt(start**2 + 1)
-    a, b = _denoised(schedule, signal, signal * start)  # of signal * x
-    coefficients = _coefficients(
-        steps,
-        c_in=signal,
-        a=a * signal,
-        b=b,
-        x=down / start,
-        denoised=1 - down / start,
-        noise=np.sqrt(end**2 - down**2),
-    )
-    init_sigma = math.hypot(start.max(), 1.0 if spacing == "leading" else 0.0)
+    (timesteps, sigmas), init_sigma = _start(spec, steps, schedule, chosen)
+    start, end = sigmas[:-1], sigmas[1:]
+    down = end**2 / start if spec.draws_noise else end
+    columns = {"x": down / start, "denoised": 1 - down / start, "noise": np.sqrt(end**2 - down**2)}
+    coefficients = _coefficients(steps, **_prediction(schedule, start), **columns)
     noising = np.stack([np.ones(steps), start], axis=1)
-    return SamplerSchedule(name, timesteps, coefficients, noising, init_sigma, np.full(steps, ancestral))
+    return SamplerSchedule(spec.name, timesteps, coefficients, noising, init_sigma, np.full(steps, spec.draws_noise))
 
 
-def _heun(name: str, steps: int, schedule: NoiseSchedule, timesteps: Floats | None) -> SamplerSchedule:
+def _heun(spec: SamplerSpec, steps: int, schedule: AnyNoiseSchedule, chosen: Points | None) -> SamplerSchedule:
     """Heun: Karras et al. 2022 (EDM), algorithm 1. Each step has two entries, except the last.
 
     The first entry is a step of Euler from sigma to sigma'. The second one is at sigma' and replaces it by the step
     along the mean of both slopes. It needs the x before the first entry, which follows from the x after it and the
     previous denoised estimate.
     """
-    spacing = schedule.spacing("linspace")
-    if timesteps is None:
-        timesteps = _spaced_timesteps(schedule, spacing, steps, steps).astype(np.float32).astype(np.float64)
-    start = _sigmas_at(timesteps, schedule)
-    end = np.append(start[1:], 0.0)
+    points, init_sigma = _start(spec, steps, schedule, chosen)
+    start, end = points.sigmas[:-1], points.sigmas[1:]
     ratio = end / start  # Euler: x' = ratio * x + (1 - ratio) * denoised
     # At sigma': x = (x' - (1 - ratio) * previous) / ratio, and the next x is
     # x + (sigma' - sigma) / 2 * ((x - previous) / sigma + (x' - denoised) / sigma').
@@ -318,112 +277,65 @@ def _heun(name: str, steps: int, schedule: NoiseSchedule, timesteps: Floats | No
         "denoised": -half / end[:-1],
         "prev": of_before * (1 - before) - half / start[:-1],
     }
-    sigmas = np.append(start[:1], np.repeat(start[1:], 2))
-    signal = 1 / np.sqrt(sigmas**2 + 1)
-    a, b = _denoised(schedule, signal, signal * sigmas)  # of signal * x
-    coefficients = _coefficients(2 * steps - 1, c_in=signal, a=a * signal, b=b)
-    for column, first in (("x", ratio), ("denoised", 1 - ratio), ("prev", np.zeros(steps))):
-        coefficients[::2, COEFFICIENTS.index(column)] = first
-        coefficients[1::2, COEFFICIENTS.index(column)] = second[column]
-    return SamplerSchedule(
-        name,
-        np.append(timesteps[:1], np.repeat(timesteps[1:], 2)),
-        coefficients,
-        np.stack([np.ones(len(sigmas)), sigmas], axis=1),
-        math.hypot(start.max(), 1.0 if spacing == "leading" else 0.0),
-        np.zeros(len(sigmas), dtype=np.bool_),
-        order=2,
-    )
+    timesteps, sigmas = (np.append(values[:1], np.repeat(values[1:], 2)) for values in (points.timesteps, start))
+    coefficients = _coefficients(len(sigmas), **_prediction(schedule, sigmas))
+    coefficients[::2] += _coefficients(steps, x=ratio, denoised=1 - ratio)
+    coefficients[1::2] += _coefficients(steps - 1, **second)
+    noising = np.stack([np.ones(len(sigmas)), sigmas], axis=1)
+    draws_noise = np.full(len(sigmas), spec.draws_noise)
+    return SamplerSchedule(spec.name, timesteps, coefficients, noising, init_sigma, draws_noise, spec.order)
 
 
-def _ddim(name: str, steps: int, schedule: NoiseSchedule, _: Floats | None) -> SamplerSchedule:
+def _ddim(spec: SamplerSpec, steps: int, schedule: NoiseSchedule, _: Points | None) -> SamplerSchedule:
     """DDIM with eta = 0: Song et al. 2020, equation 12, with eps expressed by x and denoised.
 
     A step goes back by a fixed stride, as in diffusers, even where the next entry's timestep is different.
     """
     alphas = schedule.alphas_cumprod()
-    timesteps = _spaced_timesteps(schedule, schedule.spacing("leading"), steps, steps).round()
+    timesteps = spaced(schedule, schedule.spacing(spec.spacing), steps, steps).round()
     now = timesteps.astype(np.int64)
     back = now - schedule.num_train_timesteps // steps
     alpha = alphas[now]
     alpha_back = np.where(back >= 0, alphas[back], 1.0 if schedule.set_alpha_to_one else alphas[0])
     noise_ratio = np.sqrt((1 - alpha_back) / (1 - alpha))
     a, b = _denoised(schedule, np.sqrt(alpha), np.sqrt(1 - alpha))
-    coefficients = _coefficients(
-        steps,
-        c_in=1.0,
-        a=a,
-        b=b,
-        x=noise_ratio,
-        denoised=np.sqrt(alpha_back) - np.sqrt(alpha) * noise_ratio,
-    )
+    denoised = np.sqrt(alpha_back) - np.sqrt(alpha) * noise_ratio
+    coefficients = _coefficients(steps, c_in=1.0, a=a, b=b, x=noise_ratio, denoised=denoised)
     noising = _noising(alpha)
-    return SamplerSchedule(name, timesteps, coefficients, noising, 1.0, np.zeros(steps, dtype=np.bool_))
+    return SamplerSchedule(spec.name, timesteps, coefficients, noising, 1.0, np.full(steps, spec.draws_noise))
 
 
-def _dpm(name: str, steps: int, schedule: NoiseSchedule, timesteps: Floats | None) -> SamplerSchedule:
+def _dpm(spec: SamplerSpec, steps: int, schedule: AnyNoiseSchedule, chosen: Points | None) -> SamplerSchedule:
     """DPM-Solver++ (2M), Lu et al. 2022 (arXiv 2211.01095), algorithm 2, and its SDE-DPM-Solver++ (2M).
+
+    x is alpha * (x0 + sigma * noise), and alpha is 1 in the EDM formulation.
 
     h is the step in log(alpha / sigma). `shrink` is exp(-h), a ratio of EDM's sigmas. It is 0 in the last step, where
     h is infinite. r is the previous h over this one. The data prediction is m0 + (m0 - m1) / 2r (midpoint). It is m0 in
     the first step, which has no m1, and in the last. The SDE draws noise at every step, with coefficient 0 at the last.
-    Karras sigmas are those of EDM, equation 5, with rho = 7. They cover the whole training range for any spacing. Their
-    timesteps are rounded, the sigmas are not.
     """
-    sigmas = _sigmas(schedule)
-    if name == "DPM++ 2M":
-        if timesteps is None:
-            timesteps = _spaced_timesteps(schedule, schedule.spacing("linspace"), steps, steps + 1).round()
-        start = _sigmas_at(timesteps, schedule)
+    if isinstance(schedule, EdmSchedule):
+        (timesteps, sigmas), init_sigma = _start(spec, steps, schedule, chosen)
     else:
-        high, low = sigmas[-1] ** (1 / 7), sigmas[0] ** (1 / 7)
-        start = (high + np.linspace(0, 1, steps) * (low - high)) ** 7
-        timesteps = np.interp(np.log(start), np.log(sigmas), np.arange(len(sigmas))).round()
-    alpha = 1 / np.sqrt(start**2 + 1)
-    a, b = _denoised(schedule, alpha, alpha * start)
-    columns = _second_order(start, alpha, sde=name == "DPM++ 2M SDE Karras")
-    coefficients = _coefficients(steps, c_in=1.0, a=a, b=b, **columns)
-    noising = np.stack([alpha, alpha * start], axis=1)
-    return SamplerSchedule(name, timesteps, coefficients, noising, 1.0, np.full(steps, name == "DPM++ 2M SDE Karras"))
-
-
-def _second_order(start: Floats, alpha: Floats, sde: bool) -> dict[str, Floats | float]:
-    """Return the coefficients of the steps of `_dpm`, for x = alpha * (x0 + start * noise) before each step."""
-    end, alpha_end = np.append(start[1:], 0.0), np.append(alpha[1:], 1.0)
-    shrink = end / start
-    decay = shrink**2 if sde else shrink
-    m0, h, correction = alpha_end * (1 - decay), -np.log(shrink[:-1]), np.zeros(len(start))
+        if spec.karras:
+            chosen = karras_points(schedule, steps)
+        points = spaced(schedule, schedule.spacing(spec.spacing), steps, steps + 1).round()
+        (timesteps, sigmas), init_sigma = chosen or points_at_timesteps(points, schedule), 1.0
+    start, end = sigmas[:-1], sigmas[1:]
+    alpha = np.ones(steps) if isinstance(schedule, EdmSchedule) else 1 / np.sqrt(start**2 + 1)
+    alpha_end, shrink = np.append(alpha[1:], 1.0), end / start
+    decay = shrink**2 if spec.draws_noise else shrink
+    m0, h, correction = alpha_end * (1 - decay), -np.log(shrink[:-1]), np.zeros(steps)
     correction[1:-1] = m0[1:-1] * h[1:] / h[:-1] / 2
-    return {
-        "x": decay * alpha_end / alpha,
-        "denoised": m0 + correction,
-        "prev": -correction,
-        "noise": end * alpha_end * np.sqrt(1 - decay) if sde else 0.0,
-    }
+    columns = {"x": decay * alpha_end / alpha, "denoised": m0 + correction, "prev": -correction}
+    if spec.draws_noise:
+        columns["noise"] = end * alpha_end * np.sqrt(1 - decay)
+    coefficients = _coefficients(steps, **_prediction(schedule, start, alpha), **columns)
+    noising = np.stack([alpha, alpha * start], axis=1)
+    return SamplerSchedule(spec.name, timesteps, coefficients, noising, init_sigma, np.full(steps, spec.draws_noise))
 
 
-def _edm(name: str, steps: int, schedule: EdmSchedule) -> SamplerSchedule:
-    """Euler and DPM++ of diffusers' EDM classes, with the preconditioning of Karras et al. 2022, table 1.
-
-    x is x0 + sigma * noise. The sigmas are those of equation 5. `_euler` and `_dpm` explain the steps.
-    """
-    high, low = (sigma ** (1 / schedule.rho) for sigma in (schedule.sigma_max, schedule.sigma_min))
-    start = ((high + np.linspace(0, 1, steps) * (low - high)) ** schedule.rho).astype(np.float32).astype(np.float64)
-    timesteps = (0.25 * np.log(start)).astype(np.float32).astype(np.float64)
-    data, both = schedule.sigma_data, np.hypot(start, schedule.sigma_data)
-    sign = -1 if schedule.prediction_type == "v_prediction" else 1
-    prediction = {"c_in": 1 / both, "a": data**2 / both**2, "b": sign * start * data / both}
-    sde = name == "DPM++ 2M SDE Karras"
-    shrink = np.append(start[1:], 0.0) / start
-    euler: dict[str, Floats | float] = {"x": shrink, "denoised": 1 - shrink}
-    columns = euler if name == "Euler" else _second_order(start, np.ones(steps), sde)
-    noising = np.stack([np.ones(steps), start], axis=1)
-    init_sigma = math.hypot(schedule.sigma_max, 1.0)
-    coefficients = _coefficients(steps, **prediction, **columns)
-    return SamplerSchedule(name, timesteps, coefficients, noising, init_sigma, np.full(steps, sde))
-
-
-def _lcm(name: str, steps: int, schedule: NoiseSchedule, timesteps: Floats | None) -> SamplerSchedule:
+def _lcm(spec: SamplerSpec, steps: int, schedule: NoiseSchedule, chosen: Points | None) -> SamplerSchedule:
     """Multistep latent consistency sampling: Luo et al. 2023 (arXiv 2310.04378), algorithm 3.
 
     c_skip and c_out are those of diffusers. The steps are some of the distillation's. The scheduler's timestep spacing
@@ -431,22 +343,20 @@ def _lcm(name: str, steps: int, schedule: NoiseSchedule, timesteps: Floats | Non
     neither draws nor adds noise.
     """
     alphas, original, sigma_data = schedule.alphas_cumprod(), schedule.original_inference_steps, 0.5
-    chosen = np.floor(np.linspace(0, original, steps, endpoint=False)).astype(np.int64)
-    now = (original - chosen) * (schedule.num_train_timesteps // original) - 1
-    now = now if timesteps is None else timesteps.astype(np.int64)
+    of_original = original - np.floor(np.linspace(0, original, steps, endpoint=False)).astype(np.int64)
+    now = of_original * (schedule.num_train_timesteps // original) - 1
+    now = now if chosen is None else chosen.timesteps.astype(np.int64)
     alpha, alpha_next = alphas[now], np.append(alphas[now[1:]], 1.0)
     scaled = now * schedule.timestep_scaling
     c_skip = sigma_data**2 / (scaled**2 + sigma_data**2)
     c_out = scaled / np.sqrt(scaled**2 + sigma_data**2)
     a, b = _denoised(schedule, np.sqrt(alpha), np.sqrt(1 - alpha))
-    coefficients = _coefficients(
-        steps,
-        c_in=1.0,
-        a=c_out * a + c_skip,
-        b=c_out * b,
-        denoised=np.sqrt(alpha_next),
-        noise=np.sqrt(1 - alpha_next),
-    )
-    return SamplerSchedule(
-        name, now.astype(np.float64), coefficients, _noising(alpha), 1.0, np.arange(steps) < steps - 1
-    )
+    a, b, next_signal = c_out * a + c_skip, c_out * b, np.sqrt(alpha_next)
+    coefficients = _coefficients(steps, c_in=1.0, a=a, b=b, denoised=next_signal, noise=np.sqrt(1 - alpha_next))
+    draws_noise = spec.draws_noise & (np.arange(steps) < steps - 1)
+    return SamplerSchedule(spec.name, now.astype(np.float64), coefficients, _noising(alpha), 1.0, draws_noise)
+
+
+# A builder whose sampler does not serve the EDM formulation gets a NoiseSchedule only.
+_Builder = Callable[[SamplerSpec, int, Any, Points | None], SamplerSchedule]
+_BUILDERS: dict[str, _Builder] = {"euler": _euler, "heun": _heun, "ddim": _ddim, "dpm": _dpm, "lcm": _lcm}

@@ -14,8 +14,8 @@ import torch
 from model.adapters.library import AdapterLibrary
 from model.cold_start import ColdStart
 from model.cuda.libraries import loading_libraries
-from model.denoising.edm_schedule import AnyNoiseSchedule, EdmSchedule, schedule_from_dict
-from model.denoising.sampler_names import EDM_SAMPLERS, SAMPLERS
+from model.denoising.edm_schedule import AnyNoiseSchedule, schedule_from_dict
+from model.denoising.samplers import served_samplers
 from model.engines.aot_inductor.compiled_engine import AotInductorEngine
 from model.engines.aot_inductor.package import check_identity
 from model.engines.engine import Engine, EngineSet
@@ -68,7 +68,7 @@ class Loaded:
             self.target,
             self.runtime,
             torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-            EDM_SAMPLERS if isinstance(self.model.noise_schedules["base"], EdmSchedule) else SAMPLERS,
+            served_samplers(self.model.noise_schedules["base"]),
         )
 
 

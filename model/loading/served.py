@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from model.denoising.sampler_names import check_refiner, check_steps, sampler_name
+from model.denoising.sampler_names import check_refiner, check_steps, sampler_spec
 from model.engines.signatures import TIME_IDS, clip_skip_columns, control_types, image_slots
 from model.errors import ManifestError, NoEngineForTarget, RequestRefused
 from model.loading.select import Selection
@@ -60,9 +60,10 @@ def read_defaults(entries: Mapping[str, Any]) -> Defaults:
     """Check a manifest's `defaults` against the limits of requests. Raises ManifestError naming the entry."""
     try:
         defaults = Defaults.model_validate(dict(entries))
-        check_steps(defaults.num_inference_steps, sampler_name(defaults.scheduler))
+        sampler = sampler_spec(defaults.scheduler)
+        check_steps(defaults.num_inference_steps, sampler)
         if defaults.use_refiner:
-            check_refiner(sampler_name(defaults.scheduler))
+            check_refiner(sampler)
     except ValidationError as error:
         problem = explain(error, Defaults)[0]
         raise ManifestError(f"The release's default for {problem.field}: {problem.message}.") from error

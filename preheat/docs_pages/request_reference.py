@@ -11,10 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from engine_builder.checkpoints.scheduler_config import diffusers_class
 from model.api.describe import Description
 from model.api.request import EngineInfo, GenerationRequest, GenerationResponse, ImageResult
-from model.denoising.sampler_names import SAMPLERS
+from model.denoising.sampler_names import SAMPLERS, SPECS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "requests.md"
 _TABLE = re.compile(r"(?<=<!-- table: )(\w+)( -->\n\n)(.*?)(?=\n<!-- end -->)", re.DOTALL)
@@ -47,7 +46,7 @@ def page(text: str) -> str:
 def _table(name: str) -> str:
     schema = GenerationRequest.model_json_schema()
     if name == "samplers":
-        rows = [f"| {sampler} | {', '.join(_classes(sampler)) or '-'} |\n" for sampler in SAMPLERS]
+        rows = [f"| {sampler} | {_class(*SPECS[sampler].diffusers)} |\n" for sampler in SAMPLERS]
         return "".join(["| name | diffusers class |\n|---|---|\n", *rows])
     if name in _RECORDS:
         return _record(_RECORDS[name])
@@ -89,13 +88,12 @@ def _default(field: Mapping[str, Any]) -> str:
     return f"`{str(value).lower()}`" if isinstance(value, bool) else "null" if value is None else f"`{value}`"
 
 
-def _classes(sampler: str) -> list[str]:
-    """Return the diffusers classes and options of a sampler."""
-    name, settings = diffusers_class(sampler, is_edm=False)
+def _class(name: str, settings: Mapping[str, Any]) -> str:
+    """Return a diffusers class with options, in Markdown."""
     options = ", ".join(
         f"`{key}` {f'`{value}`' if isinstance(value, str) else value}" for key, value in settings.items()
     )
-    return [f"`{name}` with {options}" if options else f"`{name}`"]
+    return f"`{name}` with {options}" if options else f"`{name}`"
 
 
 def _record(record: type) -> str:

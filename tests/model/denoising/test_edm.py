@@ -13,8 +13,8 @@ import pytest
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
 from engine_builder.checkpoints.release_settings import read_model_facts, read_noise_schedules, read_release_defaults
 from model.denoising.edm_schedule import EdmSchedule, schedule_from_dict
-from model.denoising.sampler_names import EDM_SAMPLERS, SAMPLERS
-from model.denoising.samplers import sampler_schedule, split_schedule
+from model.denoising.sampler_names import SAMPLERS
+from model.denoising.samplers import sampler_schedule, served_samplers, split_schedule
 from model.errors import ManifestError, RequestRefused
 from model.loading.load import Loaded
 from model.loading.target import Target
@@ -29,6 +29,7 @@ from tests.support.repository import MODEL_FOLDER
 from tests.support.schedulers import EDM_SCHEDULERS, check_denoises_alike, read_edm_schedule
 
 CASES = 6
+EDM_SAMPLERS = served_samplers(EdmSchedule())
 # Of playgroundai/playground-v2.5-1024px-aesthetic.
 SCHEDULER: dict[str, Any] = {
     "_class_name": "EDMDPMSolverMultistepScheduler", "algorithm_type": "dpmsolver++", "euler_at_final": False,

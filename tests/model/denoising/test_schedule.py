@@ -16,7 +16,7 @@ import torch
 from diffusers import StableDiffusionXLImg2ImgPipeline
 
 from model.denoising.noise_schedule import OWN_SPACING
-from model.denoising.sampler_names import SAMPLERS, TAKE_SIGMAS, TAKE_TIMESTEPS, sampler_name, skipped_steps
+from model.denoising.sampler_names import SAMPLERS, SPECS, sampler_spec, skipped_steps
 from model.denoising.samplers import SamplerSchedule, sampler_schedule, skip_steps, split_schedule
 from model.errors import RequestRefused
 from model.validation import MAX_STEPS
@@ -270,7 +270,7 @@ def test_explicit_steps_are_taken_by_the_samplers_of_diffusers_that_take_them() 
         accepted = set(inspect.signature(kind.set_timesteps).parameters)  # type: ignore[attr-defined]
         # The class takes timesteps, but not together with Karras sigmas.
         takes = [field in accepted and "use_karras_sigmas" not in settings for field in ("timesteps", "sigmas")]
-        assert takes == [sampler in TAKE_TIMESTEPS, sampler in TAKE_SIGMAS], sampler
+        assert takes == [field in SPECS[sampler].takes for field in ("timesteps", "sigmas")], sampler
 
 
 def refuse(message: str, field: str, sampler: str, steps: int, frac: float | None = None, **options: Any) -> None:
@@ -299,11 +299,11 @@ def test_refuses_what_a_sampler_cannot_do() -> None:
 
 
 def test_accepts_public_names_and_class_names() -> None:
-    assert [sampler_name(name) for name in SAMPLERS] == list(SAMPLERS)
+    assert [sampler_spec(name).name for name in SAMPLERS] == list(SAMPLERS)
     classes = {
         kind.__name__: name for name, (kind, settings) in schedulers.DIFFUSERS_SCHEDULERS.items() if not settings
     }
-    assert {name: sampler_name(name) for name in classes} == classes
+    assert {name: sampler_spec(name).name for name in classes} == classes
     assert sampler_schedule("DPMSolverMultistepScheduler", 4, read_noise_schedule(SDXL)).sampler == "DPM++ 2M"
 
 
