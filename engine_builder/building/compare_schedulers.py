@@ -10,7 +10,7 @@ import torch
 
 from model.denoising.edm_schedule import AnyNoiseSchedule, EdmSchedule
 from model.denoising.noise_schedule import NoiseSchedule
-from model.denoising.sampler_names import EULER, sampler_spec
+from model.denoising.sampler_specs import EULER, sampler_spec
 from model.denoising.samplers import most_steps, pad_schedules, sampler_schedule
 
 MAX_DIFFERENCE = 5e-4  # of `compare_sampler`: above rounding, and below the difference of one timestep

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
-from model.denoising import sampler_names as specs
+from model.denoising import sampler_specs as specs
 from model.denoising.edm_schedule import AnyNoiseSchedule, EdmSchedule
 from model.denoising.noise_schedule import OWN_SPACING, InvalidSchedule, NoiseSchedule
 from model.store.manifest import Family

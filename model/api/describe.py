@@ -2,7 +2,7 @@
 
 from typing import Literal, TypedDict
 
-from model.denoising.sampler_names import HEUN, LCM
+from model.denoising.sampler_specs import HEUN, LCM
 from model.loading.served import ServedRelease, SizeRange, Sizes
 from model.validation import (
     MAX_CONTROLS,

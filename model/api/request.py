@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NotRequired, Self, TypedDict
 from pydantic import AfterValidator, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from model.denoising.sampler_names import SAMPLERS, SPECS, takers
+from model.denoising.sampler_specs import SAMPLERS, SPECS, takers
 from model.validation import (
     MAX_CLIP_SKIP,
     MAX_CONTROL_SCALE,

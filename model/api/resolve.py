@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from model.api.request import GenerationRequest, without_images
-from model.denoising.sampler_names import (
+from model.denoising.sampler_specs import (
     check_refiner,
     check_spacing,
     check_steps,

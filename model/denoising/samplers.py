@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from model.denoising.edm_schedule import AnyNoiseSchedule, EdmSchedule
 from model.denoising.noise_schedule import Floats, NoiseSchedule
-from model.denoising.sampler_names import SAMPLERS, SPECS, SamplerSpec, check_refiner, check_spacing, sampler_spec
+from model.denoising.sampler_specs import SAMPLERS, SPECS, SamplerSpec, check_refiner, check_spacing, sampler_spec
 from model.denoising.spacing import Points, chosen_points, edm_points, karras_points, points_at_timesteps, spaced
 from model.errors import RequestRefused
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from model.denoising.sampler_names import check_refiner, check_steps, sampler_spec
+from model.denoising.sampler_specs import check_refiner, check_steps, sampler_spec
 from model.engines.signatures import TIME_IDS, clip_skip_columns, control_types, image_slots
 from model.errors import ManifestError, NoEngineForTarget, RequestRefused
 from model.loading.select import Selection

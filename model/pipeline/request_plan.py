@@ -11,7 +11,7 @@ from model.adapters.layers import AdapterSet
 from model.adapters.merge import AdapterFactors
 from model.denoising.loop import Conditioning, ImageState
 from model.denoising.noise_schedule import Floats
-from model.denoising.sampler_names import skipped_steps
+from model.denoising.sampler_specs import skipped_steps
 from model.denoising.samplers import SamplerSchedule, sampler_schedule, skip_steps, split_schedule
 from model.engines.signatures import timestep_cond_width
 from model.pipeline.guidance import scale_by_step

@@ -13,7 +13,7 @@ from typing import Any
 
 from model.api.describe import Description
 from model.api.request import EngineInfo, GenerationRequest, GenerationResponse, ImageResult
-from model.denoising.sampler_names import SAMPLERS, SPECS
+from model.denoising.sampler_specs import SAMPLERS, SPECS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "requests.md"
 _TABLE = re.compile(r"(?<=<!-- table: )(\w+)( -->\n\n)(.*?)(?=\n<!-- end -->)", re.DOTALL)

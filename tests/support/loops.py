@@ -12,7 +12,7 @@ from model.cuda.graphs import StepQueue
 from model.denoising.eager_loop import EagerLoop
 from model.denoising.graph_loop import GraphLoop
 from model.denoising.loop import ImageState, Loop, StepNetworks, has_room, unet_batch
-from model.denoising.sampler_names import SAMPLERS
+from model.denoising.sampler_specs import SAMPLERS
 from model.engines.engine import EngineSet
 from model.pipeline import spec
 from model.pipeline.loaded_model import LoadedModel

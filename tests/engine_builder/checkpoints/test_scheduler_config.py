@@ -23,7 +23,7 @@ from engine_builder.checkpoints.scheduler_config import (
     read_scheduler_config,
 )
 from model.denoising.noise_schedule import NoiseSchedule
-from model.denoising.sampler_names import SAMPLERS
+from model.denoising.sampler_specs import SAMPLERS
 from model.store.manifest import Family
 from tests.engine_builder.helpers import edit_json
 from tests.support.schedulers import DIFFUSERS_SCHEDULERS, EDM_SCHEDULERS, read_noise_schedule

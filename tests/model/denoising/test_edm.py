@@ -13,7 +13,7 @@ import pytest
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
 from engine_builder.checkpoints.release_settings import read_model_facts, read_noise_schedules, read_release_defaults
 from model.denoising.edm_schedule import EdmSchedule, schedule_from_dict
-from model.denoising.sampler_names import SAMPLERS
+from model.denoising.sampler_specs import SAMPLERS
 from model.denoising.samplers import sampler_schedule, served_samplers, split_schedule
 from model.errors import ManifestError, RequestRefused
 from model.loading.load import Loaded

@@ -14,7 +14,7 @@ from model.cuda.graphs import StepQueue
 from model.denoising.buffers import buffer_shapes
 from model.denoising.graph_loop import GraphLoop
 from model.denoising.loop import StepNetworks
-from model.denoising.sampler_names import SAMPLERS
+from model.denoising.sampler_specs import SAMPLERS
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.text_to_image import denoise
 from tests.support.linear_networks import linear_model

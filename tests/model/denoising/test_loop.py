@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from model.denoising.loop import Known, Loop, has_room, unet_batch
-from model.denoising.sampler_names import SAMPLERS
+from model.denoising.sampler_specs import SAMPLERS
 from model.errors import EngineError
 from model.loading.load import Loaded
 from model.pipeline import spec

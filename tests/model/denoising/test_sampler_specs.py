@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from model.denoising import sampler_names as specs
+from model.denoising import sampler_specs as specs
 from model.denoising.samplers import sampler_schedule, served_samplers
 from tests.support.repository import PACKAGES, REPOSITORY
 from tests.support.schedulers import EDM_SCHEDULERS, read_edm_schedule, read_noise_schedule

@@ -16,7 +16,7 @@ import torch
 from diffusers import StableDiffusionXLImg2ImgPipeline
 
 from model.denoising.noise_schedule import OWN_SPACING
-from model.denoising.sampler_names import SAMPLERS, SPECS, sampler_spec, skipped_steps
+from model.denoising.sampler_specs import SAMPLERS, SPECS, sampler_spec, skipped_steps
 from model.denoising.samplers import SamplerSchedule, sampler_schedule, skip_steps, split_schedule
 from model.errors import RequestRefused
 from model.validation import MAX_STEPS

@@ -20,7 +20,7 @@ from model.api.describe import describe
 from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.denoising.graph_loop import GraphLoop
-from model.denoising.sampler_names import SAMPLERS
+from model.denoising.sampler_specs import SAMPLERS
 from model.engines.engine import EngineSet
 from model.errors import RequestRefused
 from model.images.canny import canny

@@ -9,7 +9,7 @@ import httpx
 import numpy as np
 import pytest
 
-from model.denoising.sampler_names import SAMPLERS
+from model.denoising.sampler_specs import SAMPLERS
 from model.images.encode import Pixels
 from model.images.postprocess import feather
 from model.loading.load import Loaded

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from model.denoising.sampler_names import SAMPLERS
+from model.denoising.sampler_specs import SAMPLERS
 from model.loading.load import Loaded
 from model.pipeline.text_to_image import generate
 from tests.support.images import largest_difference

@@ -23,7 +23,7 @@ from engine_builder.checkpoints.release_settings import read_model_facts, read_n
 from engine_builder.networks.network import load_network
 from engine_builder.networks.network_check import check_model
 from engine_builder.stores.store import WritableStore, open_writable_store
-from model.denoising.sampler_names import SAMPLERS
+from model.denoising.sampler_specs import SAMPLERS
 from model.errors import RequestRefused
 from model.images.postprocess import feather
 from model.loading.adapters import ServedAdapters

@@ -12,7 +12,7 @@ import pytest
 
 from engine_builder.stores.store import WritableStore
 from model.cold_start import ColdStart
-from model.denoising.sampler_names import SAMPLERS
+from model.denoising.sampler_specs import SAMPLERS
 from model.errors import EngineError, NoEngineForTarget, RankFailed, Unavailable
 from model.loading.load import Loaded, load_release
 from model.loading.target import detect_targets

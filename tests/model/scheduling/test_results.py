@@ -15,7 +15,7 @@ from prometheus_client import REGISTRY
 from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.cuda.streams import Outputs, SideStream
-from model.denoising.sampler_names import SAMPLERS
+from model.denoising.sampler_specs import SAMPLERS
 from model.errors import BrokenImage, Cancelled, Unavailable
 from model.loading.load import Loaded
 from model.pipeline import spec
