@@ -6,9 +6,9 @@ Requests, release defaults and deployment settings share both. Imports pydantic 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 MAX_TRAIN_TIMESTEPS = 100_000  # of a noise schedule
@@ -46,16 +46,9 @@ _REFUSED = "refused"  # pydantic error type of `refusal`
 Schema = Mapping[str, Any]
 
 ImageFormat = Literal["png", "jpeg", "webp"]
-Preprocess = Literal["none", "canny"]
 PromptSyntax = Literal["plain", "weighted"]
 Resize = Literal["refuse", "stretch", "crop", "pad"]
 Safety = Literal["off", "flag", "blank"]
-Side = Annotated[int, Field(ge=SMALLEST_SIDE, le=LARGEST_SIDE)]
-Steps = Annotated[int, Field(ge=1, le=MAX_STEPS)]
-Guidance = Annotated[float, Field(ge=0, le=MAX_GUIDANCE)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Seed = Annotated[int, Field(ge=RANDOM_SEED, le=SEED_COUNT - 1)]
-SamplerName = Annotated[str, Field(min_length=1, max_length=64)]
 
 
 class StrictModel(BaseModel):

@@ -30,15 +30,13 @@ from model.api.resolve import DEFAULT_INPAINT_STRENGTH, DEFAULT_STRENGTH
 from model.errors import RequestRefused
 from model.images.containers import Container, InvalidFile, read_container
 from model.images.inputs import MAX_INPUT_PIXELS, read_image, to_8_bits, turn_upright
-from model.validation import MAX_IMAGES, MAX_PROMPT_CHARACTERS, format_value
+from model.request_fields import OPENAI, marked, value_type
+from model.validation import MAX_IMAGES, MAX_PROMPT_CHARACTERS, MAX_STEPS, format_value
 
 MAX_PARTIAL_IMAGES = 3
 MAX_ALPHA_WEBP_PIXELS = 16_000_000  # Pillow's decoder of WebP holds four copies of the pixels
 VARIATION_PROMPT, VARIATION_STRENGTH = "a picture", 0.6  # a variation has no prompt, so its guidance is off
-EXTRA_FIELDS = (
-    "seed", "negative_prompt", "num_inference_steps", "guidance_scale", "end_cfg_frac", "scheduler", "use_refiner",
-    "loras", "strength", "resize",
-)  # fmt: skip
+EXTRA_FIELDS = marked(OPENAI)
 _PARAMETERS = {
     "prompt", "model", "n", "size", "quality", "background", "moderation", "output_format", "output_compression",
     "response_format", "stream", "partial_images", "user", "safety_identifier", *EXTRA_FIELDS,
@@ -47,10 +45,9 @@ _PARAMETERS = {
 _UNSUPPORTED = ("style", "complexity", "frame_count", "frame_duration_ms", "svg", "markup", "input_fidelity")
 _NEUTRAL = {"quality": ("auto", "standard"), "background": ("auto", "opaque"), "moderation": ("auto", "low")}
 # Text fields of a form that hold JSON.
-_TYPED = {
-    "n", "output_compression", "partial_images", "stream", "seed", "num_inference_steps", "guidance_scale",
-    "end_cfg_frac", "use_refiner", "strength", "loras",
-}  # fmt: skip
+_TYPED = {"n", "output_compression", "partial_images", "stream"} | {
+    name for name in EXTRA_FIELDS if value_type(GenerationRequest.model_fields[name].annotation) is not str
+}
 _FORMATS = ("png", "jpeg", "webp")
 _SIZE = re.compile(r"([0-9]{1,5})x([0-9]{1,5})")
 _NO_USAGE = {
@@ -59,7 +56,6 @@ _NO_USAGE = {
     "output_tokens": 0,
     "total_tokens": 0,
 }
-_ALL_STEPS = 100  # no request has more
 
 
 @dataclass(frozen=True)
@@ -307,7 +303,7 @@ def preview_every(call: ImageCall, description: Event) -> int:
     steps = call.native.get("num_inference_steps", description["defaults"]["num_inference_steps"])
     default = DEFAULT_INPAINT_STRENGTH if "masks" in call.native else DEFAULT_STRENGTH
     strength = call.native.get("strength", default if "image" in call.native else 1.0)
-    return min(_ALL_STEPS, max(1, int(steps * strength) // (call.partial_images + 1)))
+    return min(MAX_STEPS, max(1, int(steps * strength) // (call.partial_images + 1)))
 
 
 def answer(call: ImageCall, events: list[Event]) -> Event:

@@ -20,14 +20,12 @@ from model.errors import RequestRefused
 from model.images.metadata import MAX_JPEG_BYTES, metadata_text
 from model.loading.served import ServedModel, Sizes
 from model.pipeline.params import GenerationParams
+from model.request_fields import ANSWER, marked
 from model.validation import RANDOM_SEED, SEED_COUNT, format_value
 
 DEFAULT_STRENGTH, DEFAULT_INPAINT_STRENGTH = 0.3, 0.9999  # of diffusers' SDXL pipelines
-_LISTS = ("original_size", "crop", "target_size", "timesteps", "sigmas")
-_NOT_PARAMETERS = {
-    "stream", "preview_every", "metadata", "describe", "image", "strength", "masks", "resize", "loras", "controls",
-    "ip_adapters",
-}  # fmt: skip
+_ABOUT_ANSWER = {*marked(ANSWER)}
+_IMAGES_AND_NETWORKS = {"image", "strength", "masks", "resize", "loras", "controls", "ip_adapters"}
 
 
 def resolve(
@@ -43,10 +41,10 @@ def resolve(
     no step, or a field that needs another one.
     """
     width, height = image_size or (served.native_width, served.native_height)
-    values = served.defaults.model_dump()
-    values |= {"negative_prompt": None, "width": width, "height": height}
-    values |= {"seed": RANDOM_SEED}
-    values |= request.model_dump(exclude_none=True, exclude=_NOT_PARAMETERS)
+    empty = {"negative_prompt": None, "width": width, "height": height, "seed": RANDOM_SEED}
+    asked = request.model_dump(exclude_none=True, exclude=_ABOUT_ANSWER | _IMAGES_AND_NETWORKS)
+    asked = {name: tuple(value) if isinstance(value, list) else value for name, value in asked.items()}
+    values = served.defaults.model_dump() | empty | asked
     if values["seed"] == RANDOM_SEED:
         values["seed"] = secrets.randbelow(SEED_COUNT)
     sampler = sampler_spec(values["scheduler"])
@@ -79,7 +77,6 @@ def resolve(
             f"{request.preview_every} is not accepted in a stream, because this deployment replaces images that its "
             "safety checker flags, and previews are not checked. Set 0.",
         )
-    values |= {name: tuple(values[name]) for name in _LISTS if name in values}
     steps, default = values["num_inference_steps"], DEFAULT_STRENGTH
     for number, mask in enumerate(request.masks or ()):
         default = DEFAULT_INPAINT_STRENGTH
@@ -100,9 +97,7 @@ def _metadata(request: GenerationRequest, values: dict[str, Any], release: str) 
 
     `values`: the resolved fields. Raises RequestRefused if they do not fit into a JPEG.
     """
-    found = request.model_dump(
-        exclude_none=True, exclude_unset=True, exclude={"stream", "preview_every", "metadata", "describe"}
-    )
+    found = request.model_dump(exclude_none=True, exclude_unset=True, exclude=_ABOUT_ANSWER)
     names = type(request).model_fields.keys() & values.keys() - {"loras"}
     found |= {name: values[name] for name in names if values[name] is not None}
     metadata = {"release": release, "request": without_images(found)}

@@ -28,32 +28,10 @@ from model.pipeline.spec import (
     find_component,
     ip_adapters_of,
 )
+from model.request_fields import Defaults
 from model.settings import ServedBucket
 from model.store.manifest import EngineRecord, Span
-from model.validation import (
-    MAX_IP_IMAGES,
-    Fraction,
-    Guidance,
-    PromptSyntax,
-    Safety,
-    SamplerName,
-    Steps,
-    StrictModel,
-    explain,
-)
-
-
-class Defaults(StrictModel):
-    """The values of a request's empty fields. A release lists the defaults that it changes."""
-
-    num_inference_steps: Steps = 30
-    guidance_scale: Guidance = 7.5
-    end_cfg_frac: Fraction = 1.0
-    guidance_rescale: Fraction = 0.0
-    prompt_syntax: PromptSyntax = "plain"
-    scheduler: SamplerName = "Euler"
-    use_refiner: bool = False
-    denoising_frac: Fraction = 0.8
+from model.validation import MAX_IP_IMAGES, Safety, explain
 
 
 def read_defaults(entries: Mapping[str, Any]) -> Defaults:

@@ -1,4 +1,4 @@
-"""The parameters of a generation, all set. The public request (model/api/request.py) resolves to them."""
+"""The parameters of a generation, all set. The public request (model/request_fields.py) resolves to them."""
 
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal

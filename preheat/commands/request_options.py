@@ -1,4 +1,4 @@
-"""The options that are fields of a request. Those of `preheat generate` alone are one table.
+"""The options that are fields of a request. Those of `preheat generate` alone follow from its fields.
 
 `generate` itself has a parameter for each field that is read from files or that is part of a list: see `OTHER_OPTIONS`.
 """
@@ -6,10 +6,11 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import typer
 
+from model.request_fields import GenerationRequest, value_type
 from preheat.console import parse_size
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -55,35 +56,6 @@ class FieldOption:
         return inspect.Parameter(self.field, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-FIELD_OPTIONS = (
-    FieldOption("negative_prompt", "--negative-prompt", str, "What to avoid."),
-    FieldOption("prompt_syntax", "--prompt-syntax", str, "plain, or weighted: (word:1.3) and long prompts."),
-    FieldOption("width", "--width", int, "Pixels."),
-    FieldOption("height", "--height", int, "Pixels."),
-    FieldOption("seed", "--seed", int, "The same seed gives the same image; -1: random."),
-    FieldOption("num_inference_steps", "--steps", int, "Denoising steps."),
-    FieldOption("scheduler", "--scheduler", str, "The sampler, such as 'Euler a'; a refusal lists all."),
-    FieldOption("guidance_scale", "--guidance-scale", float, "Strength of the guidance; 1: without guidance."),
-    FieldOption("guidance_rescale", "--guidance-rescale", float, "Share of the added contrast taken back, 0 to 1."),
-    FieldOption("end_cfg_frac", "--end-cfg-frac", float, "Share of the steps that are guided, from 0 to 1."),
-    FieldOption("clip_skip", "--clip-skip", int, "Layers of the text encoders to skip."),
-    FieldOption("use_refiner", "--refiner/--no-refiner", bool, "Finish with the refiner."),
-    FieldOption("denoising_frac", "--denoising-frac", float, "Share of the denoising before the refiner, 0 to 1."),
-    FieldOption("strength", "--strength", float, "With --image: share of the steps that run, from 0 to 1."),
-    FieldOption("resize", "--resize", str, "Fit the image: refuse, stretch, crop or pad."),
-    FieldOption("composite", "--composite", bool, "Keep the pixels outside of the masks."),
-    FieldOption("color_match", "--color-match", bool, "Match the colours around the masks."),
-    FieldOption("upscale", "--upscale", int, "2: twice the width and height."),
-    FieldOption("original_size", "--original-size", str, "SDXL: WIDTHxHEIGHT before scaling.", _height_width),
-    FieldOption("crop", "--crop", str, "SDXL: TOP,LEFT of the part of a larger image.", _numbers(int)),
-    FieldOption("target_size", "--target-size", str, "SDXL: WIDTHxHEIGHT of the image.", _height_width),
-    FieldOption("timesteps", "--timesteps", str, "Descending timesteps, with commas.", _numbers(int)),
-    FieldOption("sigmas", "--sigmas", str, "Descending sigmas, with commas.", _numbers(float)),
-    FieldOption("quality", "--quality", int, "Quality of JPEG and WebP, 1 to 100."),
-    FieldOption("metadata", "--metadata", bool, "Write into the file how the image was made."),
-    FieldOption("preview_every", "--preview-every", int, "With --previews: steps between two previews."),
-)
-
 # Field of a request -> what sets it in `generate` itself. A dot leads to a field of each entry of a list.
 OTHER_OPTIONS = {
     "prompt": "PROMPT",
@@ -110,6 +82,53 @@ OTHER_OPTIONS = {
     "ip_adapters.images": "--ip-adapter",
     "ip_adapters.scale": "--ip-adapter-scale",
 }
+
+_FLAGS = {"num_inference_steps": "--steps", "use_refiner": "--refiner/--no-refiner"}
+_PARSERS = {"original_size": _height_width, "target_size": _height_width}
+# Field of a request -> the help of its option, in the order of the options. Other fields follow with the first sentence
+# of their description.
+_HELP = {
+    "negative_prompt": "What to avoid.",
+    "prompt_syntax": "plain, or weighted: (word:1.3) and long prompts.",
+    "width": "Pixels.",
+    "height": "Pixels.",
+    "seed": "The same seed gives the same image; -1: random.",
+    "num_inference_steps": "Denoising steps.",
+    "scheduler": "The sampler, such as 'Euler a'; a refusal lists all.",
+    "guidance_scale": "Strength of the guidance; 1: without guidance.",
+    "guidance_rescale": "Share of the added contrast taken back, 0 to 1.",
+    "end_cfg_frac": "Share of the steps that are guided, from 0 to 1.",
+    "clip_skip": "Layers of the text encoders to skip.",
+    "use_refiner": "Finish with the refiner.",
+    "denoising_frac": "Share of the denoising before the refiner, 0 to 1.",
+    "strength": "With --image: share of the steps that run, from 0 to 1.",
+    "resize": "Fit the image: refuse, stretch, crop or pad.",
+    "composite": "Keep the pixels outside of the masks.",
+    "color_match": "Match the colours around the masks.",
+    "upscale": "2: twice the width and height.",
+    "original_size": "SDXL: WIDTHxHEIGHT before scaling.",
+    "crop": "SDXL: TOP,LEFT of the part of a larger image.",
+    "target_size": "SDXL: WIDTHxHEIGHT of the image.",
+    "timesteps": "Descending timesteps, with commas.",
+    "sigmas": "Descending sigmas, with commas.",
+    "quality": "Quality of JPEG and WebP, 1 to 100.",
+    "metadata": "Write into the file how the image was made.",
+    "preview_every": "With --previews: steps between two previews.",
+}
+
+
+def _field_option(name: str) -> FieldOption:
+    field = GenerationRequest.model_fields[name]
+    flag, summary = _FLAGS.get(name, f"--{name.replace('_', '-')}"), str(field.description).partition(". ")[0]
+    kind, parse = value_type(field.annotation), None
+    if get_origin(kind) is list:
+        kind, parse = str, _PARSERS.get(name, _numbers(value_type(*get_args(kind))))
+    return FieldOption(name, flag, kind, _HELP.get(name, f"{summary.rstrip('.')}."), parse)
+
+
+_OTHERS = {name.partition(".")[0] for name in OTHER_OPTIONS}
+_NAMES = [*_HELP, *(name for name in GenerationRequest.model_fields if name not in _HELP.keys() | _OTHERS)]
+FIELD_OPTIONS = tuple(_field_option(name) for name in _NAMES)
 
 
 def with_field_options(command: Command) -> Command:

@@ -9,20 +9,15 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from model.api.describe import Description
 from model.api.request import EngineInfo, GenerationRequest, GenerationResponse, ImageResult
 from model.denoising.sampler_specs import SAMPLERS, SPECS
+from model.request_fields import value_type
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "requests.md"
 _TABLE = re.compile(r"(?<=<!-- table: )(\w+)( -->\n\n)(.*?)(?=\n<!-- end -->)", re.DOTALL)
-_ENTRIES = {
-    "masks": "MaskRequest",
-    "loras": "LoraRequest",
-    "controls": "ControlRequest",
-    "ip_adapters": "IpAdapterRequest",
-}
 _RECORDS = {"response": GenerationResponse, "image": ImageResult, "engine": EngineInfo, "description": Description}
 _JSON_TYPES = {
     "str": "string",
@@ -50,7 +45,10 @@ def _table(name: str) -> str:
         return "".join(["| name | diffusers class |\n|---|---|\n", *rows])
     if name in _RECORDS:
         return _record(_RECORDS[name])
-    return "".join(_fields(schema["$defs"][_ENTRIES[name]] if name in _ENTRIES else schema))
+    if name in schema["properties"]:  # a list of objects
+        (entry,) = get_args(value_type(GenerationRequest.model_fields[name].annotation))
+        schema = entry.model_json_schema()
+    return "".join(_fields(schema))
 
 
 def _fields(schema: Mapping[str, Any]) -> Iterator[str]:
@@ -64,8 +62,7 @@ def _fields(schema: Mapping[str, Any]) -> Iterator[str]:
 
 def _type(field: Mapping[str, Any]) -> str:
     """Return a field's type and range in words. Null is left out, because every optional field accepts it."""
-    choices = [choice for choice in field.get("anyOf", [field]) if choice.get("type") != "null"]
-    (choice,) = choices
+    (choice,) = (choice for choice in field.get("anyOf", [field]) if choice.get("type") != "null")
     if "enum" in choice:
         return " or ".join(f"`{value}`" for value in choice["enum"])
     if "maxLength" in choice:

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.errors import ManifestError, RequestRefused
-from model.loading.served import Defaults, ServedModel, SizeList, SizeRange, read_defaults
+from model.loading.served import ServedModel, SizeList, SizeRange, read_defaults
 from model.pipeline.params import GenerationParams
+from model.request_fields import Defaults
 
 # Truss calls older functions of pydantic, which warn. The server process does not turn warnings into errors.
 pytestmark = pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20")
@@ -267,6 +268,13 @@ def test_release_changes_only_the_defaults_it_names() -> None:
     defaults = read_defaults({"num_inference_steps": 4, "guidance_scale": 0, "scheduler": "LCM"})
     assert defaults == Defaults(num_inference_steps=4, guidance_scale=0.0, scheduler="LCM")
     assert (defaults.end_cfg_frac, defaults.denoising_frac, defaults.use_refiner) == (1.0, 0.8, False)
+
+
+def test_defaults_accept_what_a_request_accepts() -> None:
+    asked = GenerationRequest.model_json_schema()["properties"]
+    for name, field in Defaults.model_json_schema()["properties"].items():
+        accepted = {key: value for key, value in field.items() if key not in ("title", "default")}
+        assert asked[name]["anyOf"] == [accepted, {"type": "null"}] and asked[name]["default"] is None
 
 
 def test_refuses_a_wrong_default_of_a_release() -> None:
