@@ -17,6 +17,8 @@ from model.engines.engine import EngineSet
 from model.images.pending import PendingImage
 from model.store.manifest import Signature
 
+LOCAL = {"local": True}
+"""Metadata of a field that no loop reads: other ranks get its default."""
 _NO_LATENTS = torch.empty(0)
 
 
@@ -113,10 +115,10 @@ class ImageState:
     pass_index: int = 0
     known: Known | None = None
     extra_channels: torch.Tensor | None = None
-    inputs: Outputs | None = None
-    checks: dict[str, torch.Tensor] = field(default_factory=dict)
-    result: Outputs | None = None
-    pixels: PendingImage | None = None
+    inputs: Outputs | None = field(default=None, metadata=LOCAL)
+    checks: dict[str, torch.Tensor] = field(default_factory=dict, metadata=LOCAL)
+    result: Outputs | None = field(default=None, metadata=LOCAL)
+    pixels: PendingImage | None = field(default=None, metadata=LOCAL)
 
     @property
     def inputs_ready(self) -> bool:
