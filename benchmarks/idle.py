@@ -19,6 +19,7 @@ from benchmarks.rows import Row, finish, make_row
 from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.loading.load import Loaded
+from model.pipeline.encoded_once import EncodedOnce
 from model.pipeline.params import GenerationParams
 from model.pipeline.runner import Runner
 from model.pipeline.text_to_image import denoise
@@ -70,8 +71,9 @@ def profile(loaded: Loaded, params: GenerationParams) -> list[Activity]:
         runner = Runner(loaded.model)
         plan = runner.plan(params)
         images = plan.images()
+        encoded = EncodedOnce(range(len(images)))
         for image in images:
-            key = runner.advance(plan, image)
+            key = runner.advance(plan, image, encoded)
         assert key is not None
         torch.cuda.synchronize()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:

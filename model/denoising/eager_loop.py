@@ -37,9 +37,9 @@ class EagerLoop:
         self._tensors: dict[ImageState, _Tensors] = {}
 
     def add(self, image: ImageState) -> None:
-        assert image.step < image.schedule.steps and has_room(self, image.unet_batch)
+        assert image.step < image.plan.steps and has_room(self, image.unet_batch)
         image.wait_for_inputs()
-        coefficients = pad_schedules([image.schedule], image.schedule.steps)[1][0]
+        coefficients = pad_schedules([image.plan.schedule], image.plan.steps)[1][0]
         previous = torch.zeros_like(image.latents) if image.denoised is None else image.denoised.clone()
         self._tensors[image] = _Tensors(image.latents.clone(), previous, coefficients)
         self.images.append(image)
@@ -71,7 +71,7 @@ class EagerLoop:
         for image, state, *tensors in zip(images, states, torch.split(x, 1), torch.split(previous, 1), strict=True):
             state.x, state.previous = tensors
             image.step += 1
-            if image.step == image.schedule.steps:
+            if image.step == image.plan.steps:
                 image.latents = state.x
                 finished.append(image)
         for image in finished:

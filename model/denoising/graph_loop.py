@@ -153,17 +153,16 @@ class GraphLoop:
 
     @torch.inference_mode()
     def add(self, image: ImageState) -> None:
-        assert image.step < image.schedule.steps and has_room(self, image.unet_batch)
+        plan, steps = image.plan, image.plan.steps
+        assert image.step < steps and has_room(self, image.unet_batch)
         image.wait_for_inputs()
         latent_slot = min(set(range(self._latent_slot_count)) - set(self._image_latent_slot.values()))
         taken = {cond_slot for other in self.images for cond_slot in self._active_cond_slots(other)}
         cond_slots = sorted(set(range(self._cond_slot_count)) - taken)[: image.unet_batch]
-        steps = image.schedule.steps
-        _, [coefficients] = pad_schedules([image.schedule], MAX_STEPS)
+        _, [coefficients] = pad_schedules([plan.schedule], MAX_STEPS)
         guidance = np.tile(np.array([1, 0], np.float32), (MAX_STEPS, 1))
-        if image.uncond is not None:
-            guidance[:steps, 0] = image.guidance[:steps]
-            guidance[:steps, 1] = np.where(image.guidance[:steps] > 1, image.guidance_rescale, 0)
+        guided = np.flatnonzero(plan.entries == 2)
+        guidance[guided, 0], guidance[guided, 1] = plan.guidance[guided], plan.guidance_rescale
         steps_data = torch.from_numpy(np.hstack([coefficients, guidance]))  # [MAX_STEPS, 11]
         self._coefficients[latent_slot].copy_(to_device(steps_data, self._device))
         self._steps_done[latent_slot].fill_(image.step)
@@ -228,7 +227,7 @@ class GraphLoop:
         finished = []
         for image in self.images:
             image.step += 1
-            if image.step == image.schedule.steps:
+            if image.step == image.plan.steps:
                 image.latents = self._copy_of_slot(self._latents, image)
                 finished.append(image)
         for image in finished:
@@ -256,7 +255,7 @@ class GraphLoop:
         """Upload the mapping of the active images. Return what queues a step of the smallest batch that holds them."""
         needed = unet_batch(self.images)
         used = {name for image in self.images for name in image.active_controls}
-        image_prompted = any(image.image_prompt for image in self.images)
+        image_prompted = any(image.plan.image_prompts for image in self.images)
         unet = self._controlled_replays if used else self._replays
         if image_prompted:
             unet = self._image_prompted_replays
@@ -318,7 +317,7 @@ class GraphLoop:
 
     def _stage_noise(self) -> None:
         """Draw on the host the noise that the next step's samplers add, and upload it."""
-        drawing = [image for image in self.images if image.schedule.draws_noise[image.step]]
+        drawing = [image for image in self.images if image.plan.schedule.draws_noise[image.step]]
         if not drawing:
             return
         host_noise = self._host_noise[self._queued_step_count % len(self._host_noise)]

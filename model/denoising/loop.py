@@ -8,17 +8,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from model.cuda.streams import Outputs
 from model.denoising.ranks import ALONE, Ranks
-from model.denoising.samplers import SamplerSchedule
+from model.denoising.step_plan import StepPlan
 from model.engines.engine import EngineSet
 from model.images.pending import PendingImage
 from model.store.manifest import Signature
 
+LOCAL = {"local": True}
+"""Metadata of a field that no loop reads: other ranks get its default."""
 _NO_LATENTS = torch.empty(0)
 
 
@@ -30,7 +30,7 @@ class StepNetworks:
 
     controlled: takes the place of `unet` in a step in which an image uses a ControlNet. It also takes the sum of the
         outputs of `controlnets`, by name.
-    controlnets: by name. Each runs for the images that use it (`ImageState.controls`).
+    controlnets: by name. Each runs for the images that use it (`StepPlan.controls`).
     image_prompted: takes the place of `unet` in a step in which an image uses an IP-Adapter, also with a ControlNet.
     ranks: those that divide the batch of a step.
     """
@@ -87,19 +87,15 @@ class ImageState:
     pass_index: the number of finished passes, if the request repaints several masks one after the other.
     generator: CPU generator with the image's seed. Initial latents and then each step's noise are drawn from it, as in
         diffusers.
+    plan, step: the steps of the loop that the image is in or waits for, and the number of finished ones.
     stage: the number of the runner's stages that it has begun.
     latents: float32 [1, channels, height/8, width/8]. While the image is in a loop, these are those it joined with.
     denoised: the estimate after the last step, if another loop ran it (`Loop.take`); otherwise None. Some samplers use
         it in the next step.
-    controls: by ControlNet that the image uses, what its outputs are multiplied by in each step of the loop, [steps].
-    image_prompt: true if the steps of the loop use an IP-Adapter, whose inputs are in the conditioning.
     known: what each step keeps of an image outside of a mask; None: nothing.
     extra_channels: for a UNet with more input channels than latents, its last channels, [1, channels, height/8,
         width/8]. None: zeros.
     inputs: work on another stream that makes the tensors above; None: the current stream may read them.
-    schedule, step: the steps of the loop that the image is in or waits for, and the number of finished ones.
-    guidance: float32 [steps], 1 from the first unguided step on.
-    guidance_rescale: how much of the change of the prediction's standard deviation is corrected, 0 to 1.
     cond, uncond: the UNet's conditioning; `uncond` is None if no step is guided.
     checks: by what a stage made, bool [1], true if it is finite; see `model.pipeline.overflow`.
     result: the result of the last finished pass, if another one follows: uint8 [height, width, 3], and bool [checks] of
@@ -109,9 +105,7 @@ class ImageState:
 
     index: int
     generator: torch.Generator
-    schedule: SamplerSchedule
-    guidance: NDArray[np.float32]
-    guidance_rescale: float = 0.0
+    plan: StepPlan
     latents: torch.Tensor = _NO_LATENTS
     denoised: torch.Tensor | None = None
     cond: Conditioning = field(default_factory=Conditioning)
@@ -119,14 +113,12 @@ class ImageState:
     step: int = 0
     stage: int = 0
     pass_index: int = 0
-    controls: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
-    image_prompt: bool = False
     known: Known | None = None
     extra_channels: torch.Tensor | None = None
-    inputs: Outputs | None = None
-    checks: dict[str, torch.Tensor] = field(default_factory=dict)
-    result: Outputs | None = None
-    pixels: PendingImage | None = None
+    inputs: Outputs | None = field(default=None, metadata=LOCAL)
+    checks: dict[str, torch.Tensor] = field(default_factory=dict, metadata=LOCAL)
+    result: Outputs | None = field(default=None, metadata=LOCAL)
+    pixels: PendingImage | None = field(default=None, metadata=LOCAL)
 
     @property
     def inputs_ready(self) -> bool:
@@ -142,17 +134,17 @@ class ImageState:
     @property
     def guided(self) -> bool:
         """True if the next step is guided and so takes two batch entries of the UNet."""
-        return self.uncond is not None and bool(self.guidance[self.step] > 1)
+        return self.unet_batch == 2
 
     @property
     def active_controls(self) -> tuple[str, ...]:
         """The ControlNets that the next step uses."""
-        return tuple(name for name, scales in self.controls.items() if scales[self.step])
+        return tuple(name for name, used in self.plan.controls.items() if used[self.step])
 
     @property
     def unet_batch(self) -> int:
         """Batch entries of the UNet that the next step takes; never more than the step before."""
-        return 2 if self.guided else 1
+        return int(self.plan.entries[self.step])
 
 
 class Loop(Protocol):

@@ -51,11 +51,11 @@ class MixedLoop:
         return self._loop_of[image].latents(image)
 
     def _next_loop(self, image: ImageState) -> Loop:
-        is_outer = image.step < self._first or image.step >= image.schedule.steps - self._last
+        is_outer = image.step < self._first or image.step >= image.plan.steps - self._last
         return self._outer if is_outer else self._inner
 
     def _moves_later(self, image: ImageState) -> bool:
-        last_inner = image.schedule.steps - self._last - 1
+        last_inner = image.plan.steps - self._last - 1
         if self._next_loop(image) is self._inner:
             return self._last > 0
         return image.step < self._first <= last_inner

@@ -34,7 +34,7 @@ def predict_noise(
     unet = networks.unet
     residuals = of_step.control([images[index] for index in order], entries, tensors[SAMPLE])
     tensors |= residuals
-    if any(image.image_prompt for image in images):
+    if any(image.plan.image_prompts for image in images):
         assert networks.image_prompted is not None
         unet = networks.image_prompted
     elif residuals:
@@ -53,7 +53,8 @@ def predict_noise(
     if guided:
         cond = cond.clone()
         index_of_guided = torch.tensor(guided, device=eps.device)
-        pairs = [(float(images[i].guidance[images[i].step]), images[i].guidance_rescale) for i in guided]
+        plans = [(images[i].plan, images[i].step) for i in guided]
+        pairs = [(float(plan.guidance[step]), plan.guidance_rescale) for plan, step in plans]
         scale, rescale = torch.tensor(pairs, device=eps.device).T.reshape(2, -1, 1, 1, 1)
         cond[index_of_guided] = guide(uncond, cond[index_of_guided], scale, rescale)
     return cond

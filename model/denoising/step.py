@@ -59,11 +59,12 @@ def draw_noise(images: Sequence[ImageState], like: torch.Tensor) -> torch.Tensor
 
     Returns float32 of `like`'s shape [images, channels, height/8, width/8], on its device.
     """
-    if not any(image.schedule.draws_noise[image.step] for image in images):
+    drawing = [image.plan.schedule.draws_noise[image.step] for image in images]
+    if not any(drawing):
         return torch.zeros_like(like)
     shape = (1, *like.shape[1:])
     drawn = [
-        torch.randn(shape, generator=image.generator) if image.schedule.draws_noise[image.step] else torch.zeros(shape)
-        for image in images
+        torch.randn(shape, generator=image.generator) if draws else torch.zeros(shape)
+        for image, draws in zip(images, drawing, strict=True)
     ]
     return torch.cat(drawn).to(like.device)

@@ -151,7 +151,7 @@ def _encode_every_text(model: LoadedModel, params: GenerationParams) -> None:
     """Encode with a negative prompt and without guidance: together these use both batch sizes of the text networks."""
     for negative_prompt, guidance_scale in (("warm up", 2.0), (None, 1.0)):
         varied = replace(params, negative_prompt=negative_prompt, guidance_scale=guidance_scale)
-        plan = plan_request(model, varied)
+        [plan] = plan_request(model, varied).passes
         for denoiser in (BASE, REFINER):
             if denoiser.unet in plan.denoise:
                 encode_prompt(model, plan, denoiser)

@@ -1,23 +1,21 @@
 """The guidance scale of each step, and its embedding for UNets that were distilled to take it as an input."""
 
-import math
-
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from model.denoising.noise_schedule import Floats
 from model.pipeline.params import GenerationParams
 
 
-def scale_by_step(params: GenerationParams, steps: int, order: int) -> Floats:
-    """Return the requested guidance scale of each of the `steps` that run, float64 [steps].
+def scale_by_step(params: GenerationParams, requested_step: NDArray[np.int64]) -> Floats:
+    """Return the requested guidance scale of each step that runs, float64 [steps].
 
-    It may be below 1. After guidance has ended it is 1. `order`: see `SamplerSchedule`. All entries of a requested step
-    have one scale.
+    It may be below 1. After guidance has ended it is 1. `requested_step`: see `StepPlan`. All evaluations of a
+    requested step have one scale.
     """
-    requested = math.ceil(steps / order)
-    guided = order * round(params.end_cfg_frac * requested)
-    return np.where(np.arange(steps) < guided, params.guidance_scale, 1.0)
+    guided = round(params.end_cfg_frac * (int(requested_step[-1]) + 1))
+    return np.where(requested_step < guided, params.guidance_scale, 1.0)
 
 
 def embed_guidance(scales: Floats, width: int) -> torch.Tensor:

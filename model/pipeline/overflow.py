@@ -65,7 +65,7 @@ def _suspects(plan: RequestPlan, check: str) -> Iterator[tuple[str, str]]:
     for name, scale in params.loras:
         if scale:
             yield "loras", f"the adapter {format_value(name)} with scale {scale:g}"
-    chunks = [text for one in (plan, *plan.later) for texts in one.texts.values() for text in texts]
+    chunks = [text for one in plan.passes for texts in one.texts.values() for text in texts]
     weight = max((abs(weight) for text in chunks for row in text.weights or () for weight in row), default=1.0)
     if weight > _LARGEST_WEIGHT:
         yield "prompt", f"prompt weights up to {weight:g}"

@@ -27,12 +27,14 @@ from model.pipeline.control import condition_controlnet
 from model.pipeline.guidance import embed_guidance
 from model.pipeline.image_prompt import condition_image_prompts
 from model.pipeline.loaded_model import LoadedModel
-from model.pipeline.request_plan import CfgConditioning, DenoisePlan, RequestPlan
+from model.pipeline.request_plan import CfgConditioning, DenoisePlan, PassPlan
 from model.pipeline.spec import Denoiser
 
 
-def encode_prompt(model: LoadedModel, request: RequestPlan, denoiser: Denoiser) -> CfgConditioning:
-    """Condition a UNet on a request, for all of its images and steps.
+def encode_prompt(
+    model: LoadedModel, request: PassPlan, denoiser: Denoiser, factors: Sequence[tuple[AdapterFactors, float]] = ()
+) -> CfgConditioning:
+    """Condition a UNet on a pass of a request, for all of its images and steps. `factors`: of its packed adapters.
 
     Runs on the text stream; the current stream may read the result.
     """
@@ -44,17 +46,14 @@ def encode_prompt(model: LoadedModel, request: RequestPlan, denoiser: Denoiser) 
         if plan.guided and plan.zero_negative:
             hidden, chunks = torch.cat([hidden, torch.zeros_like(hidden[:1])]), [*chunks, 1]
             pooled = None if pooled is None else torch.cat([pooled, torch.zeros_like(pooled)])
-        if request.packed and not request.factors:
-            assert model.adapters is not None
-            request.factors.extend(model.adapters.factors(request.packed))
-        cond, *uncond = _conditionings(model, denoiser, plan, hidden, pooled, chunks, request.factors)
+        cond, *uncond = _conditionings(model, denoiser, plan, hidden, pooled, chunks, factors)
     conditionings = [cond, *uncond]
     model.text_stream.release_to_current(tensor for text in conditionings for tensor in text.inputs.values())
     return cond, replace(uncond[0], is_zero=plan.zero_negative) if uncond else None
 
 
 def _encode_texts(
-    model: LoadedModel, request: RequestPlan, denoiser: Denoiser, texts: int
+    model: LoadedModel, request: PassPlan, denoiser: Denoiser, texts: int
 ) -> tuple[torch.Tensor, torch.Tensor | None, list[int]]:
     """Encode the prompt and, with `texts` 2, the negative prompt.
 
@@ -117,8 +116,8 @@ def _conditionings(
         assert model.adapters is not None and model.adapters.packing is not None
         keys_values = add_to_keys_values(keys_values, hidden, model.adapters.layers, factors)
         packed = pack(model.adapters.packing, factors, dtype)
-    steps = plan.schedule.steps
-    shared = {"timestep": to_device(torch.tensor(plan.schedule.timesteps, dtype=torch.float32), model.device)}
+    steps = plan.step_plan.steps
+    shared = {"timestep": to_device(torch.tensor(plan.step_plan.schedule.timesteps, dtype=torch.float32), model.device)}
     times = [shared]  # the inputs of time networks for each text; one of them if they do not depend on the text
     if pooled is not None:
         times = [

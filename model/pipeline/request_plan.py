@@ -1,24 +1,23 @@
 """Compute everything that follows from a request and its model, once, before the request is queued."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from model.adapters.layers import AdapterSet
-from model.adapters.merge import AdapterFactors
 from model.denoising.loop import Conditioning, ImageState
 from model.denoising.noise_schedule import Floats
 from model.denoising.sampler_specs import skipped_steps
 from model.denoising.samplers import SamplerSchedule, sampler_schedule, skip_steps, split_schedule
+from model.denoising.step_plan import StepPlan
 from model.engines.signatures import timestep_cond_width
 from model.pipeline.guidance import scale_by_step
 from model.pipeline.loaded_model import LoadedModel, LoopKey
 from model.pipeline.params import REPAINTED_LEVEL, GenerationParams, ImagePrompt
-from model.pipeline.spec import BASE, REFINER, UNET, UNET_LORA, Denoiser
-from model.pipeline.vae import LatentDistribution
+from model.pipeline.spec import BASE, REFINER, UNET_LORA, Denoiser
 from model.prompts.prompt_warnings import prompt_warnings
 from model.prompts.tokenizer import ClipTokenizer
 from model.prompts.weighted_prompt import Chunks, plain_chunks, weighted_chunks
@@ -46,25 +45,30 @@ class ControlPlan:
 
 @dataclass(frozen=True, eq=False)
 class DenoisePlan:
-    """The steps of one UNet for a request.
+    """The steps of one UNet in a pass, and what the conditioning of these steps is made from.
 
+    loop: the loop that runs the steps. With `packed`, its UNet is the one that takes adapters as inputs.
     scales: float64 [steps], the requested guidance scale, 1 after guidance has ended.
-    guidance: float32 [steps], the same scales, but at least 1.
-    guided: True if some step has an unconditional half. A UNet that embeds the guidance scale has none.
     zero_negative: True if the unconditional half has zeros in place of an encoded text.
     time_ids: of the conditional and of the unconditional half: sizes, and the aesthetic score of some refiners.
     controls: the ControlNets in use, by name.
     image_prompts: the IP-Adapters in use.
+    packed: the adapters that the UNet takes as inputs.
     """
 
-    schedule: SamplerSchedule
+    loop: LoopKey
+    step_plan: StepPlan
     scales: Floats
-    guidance: NDArray[np.float32]
-    guided: bool
     zero_negative: bool
     time_ids: tuple[list[float], list[float]]
     controls: Mapping[str, ControlPlan] = field(default_factory=dict)
     image_prompts: tuple[ImagePrompt, ...] = ()
+    packed: AdapterSet = ()
+
+    @property
+    def guided(self) -> bool:
+        """True if some step has an unconditional half. A UNet that embeds the guidance scale has none."""
+        return bool((self.step_plan.entries == 2).any())
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,111 +88,98 @@ class Source:
 
 
 @dataclass(frozen=True, eq=False)
-class RequestPlan:
-    """A request, or one pass of it, and what follows from it.
+class PassPlan:
+    """One pass of a request over all stages.
 
-    Stages read it and change only `encoded`, `encoded_images` and `factors`.
-
-    A request that repaints several masks has several passes over all stages. This plan is the first one, and `later`
-    has the others.
-
-    first_loop: the loop that its images join first.
-    unet_batch: batch entries of that loop's UNet that the first step of each image takes.
+    params: the request's parameters, with the prompts, the strength and the mask of the pass.
     init_sigma: the initial latents are init_sigma * N(0, 1).
     texts: by tokenizer, the chunks of the prompt and of the negative prompt ("" if it is None).
     denoise: the plan of each UNet that has steps, in order, by the name of the UNet.
     source: the image that the pass starts from; None: noise.
-    encoded: by UNet, one reference to the request's conditioning for each image that still needs it, with the check of
-        its texts, bool [1], if there are any. `EncodePrompt` fills it for the first image. Each image takes one, so the
-        tensors are freed with the last.
-    encoded_images: the same for the request's image and its masked image, by the name that `share` gets.
-    merged: the adapters that must be merged into the weights while the request runs.
-    packed: the adapters that the UNet takes as inputs. They share no image's weights.
-    factors: those of the packed adapters with their scales, for all passes. `EncodePrompt` fills it.
+    is_last: False if another pass continues with the result.
     """
 
     params: GenerationParams
-    first_loop: LoopKey
-    unet_batch: int
     init_sigma: float
     texts: Mapping[str, list[Chunks]]
     denoise: Mapping[str, DenoisePlan]
+    source: Source | None
+    is_last: bool
+
+    @property
+    def first(self) -> DenoisePlan:
+        """The plan of the UNet that runs the first step."""
+        return next(iter(self.denoise.values()))
+
+
+@dataclass(frozen=True)
+class AdapterUse:
+    """How the adapters of a request change its images.
+
+    merged: those that must be merged into the weights while the request runs.
+    packed: those that the UNet takes as inputs. They share no image's weights.
+    """
+
+    merged: AdapterSet
+    packed: AdapterSet
+
+
+@dataclass(frozen=True, eq=False)
+class RequestPlan:
+    """A request and what follows from it. A request that repaints several masks has a pass for each of them."""
+
+    params: GenerationParams
+    passes: tuple[PassPlan, ...]
+    adapters: AdapterUse
     warnings: list[str]
-    source: Source | None = None
-    later: "tuple[RequestPlan, ...]" = ()
-    encoded: dict[str, list[tuple[CfgConditioning, torch.Tensor | None]]] = field(default_factory=dict)
-    encoded_images: dict[str, list[LatentDistribution]] = field(default_factory=dict)
-    merged: AdapterSet = ()
-    packed: AdapterSet = ()
-    factors: list[tuple[AdapterFactors, float]] = field(default_factory=list)
+
+    @property
+    def first(self) -> DenoisePlan:
+        """The plan of the loop that the images join first."""
+        return self.passes[0].first
+
+    @property
+    def unet_batch(self) -> int:
+        """Batch entries of that loop's UNet that the first step of each image takes."""
+        return int(self.first.step_plan.entries[0])
 
     @property
     def steps(self) -> int:
-        """The steps of each image, on all UNets and in this pass and later ones."""
-        return sum(plan.schedule.steps for one in (self, *self.later) for plan in one.denoise.values())
-
-    def of(self, image: ImageState) -> "RequestPlan":
-        """Return the plan of the pass that an image is in."""
-        return (self, *self.later)[image.pass_index]
-
-    def unet_of_loop(self, unet: str) -> str:
-        """Return the UNet that runs the steps of `unet`: for packed adapters the one that takes them as inputs."""
-        return UNET_LORA if self.packed and unet == UNET else unet
-
-    def share(self, name: str, encode: Callable[[], LatentDistribution]) -> LatentDistribution:
-        """Return the distribution of an image's latents. `encode` is called once for all images of a first pass.
-
-        In a later pass each image encodes its own result of the pass before.
-        """
-        if self.source is None or self.source.levels is None:
-            return encode()
-        references = self.encoded_images.setdefault(name, [])
-        if not references:
-            references += [encode()] * self.params.num_images
-        return references.pop()
+        """The steps of each image, on all UNets and in all passes."""
+        return sum(plan.steps for plan in self._step_plans())
 
     def steps_left(self, image: ImageState) -> int:
         """Return the remaining steps of an image, on its current UNet, on later ones and in later passes."""
-        current = self.of(image)
-        schedules = [plan.schedule for plan in current.denoise.values()]
-        later = schedules[schedules.index(image.schedule) + 1 :]
-        own = image.schedule.steps - image.step + sum(schedule.steps for schedule in later)
-        return own + sum(plan.schedule.steps for one in current.later for plan in one.denoise.values())
+        plans = self._step_plans(image.pass_index)
+        return sum(plan.steps for plan in plans[plans.index(image.plan) :]) - image.step
 
     def images(self) -> list[ImageState]:
         """Make the states of the request's images before their first stage."""
-        first = next(iter(self.denoise.values()))
-        return [
-            ImageState(index, self.generator(index), first.schedule, first.guidance, self.params.guidance_rescale)
-            for index in range(self.params.num_images)
-        ]
+        plan = self.first.step_plan
+        return [ImageState(index, self.generator(index), plan) for index in range(self.params.num_images)]
 
     def generator(self, index: int) -> torch.Generator:
         """Return a new generator with the seed of image `index`. Each pass begins with one."""
         return torch.Generator("cpu").manual_seed(self.params.seeds[index])
 
+    def _step_plans(self, first_pass: int = 0) -> list[StepPlan]:
+        return [plan.step_plan for one in self.passes[first_pass:] for plan in one.denoise.values()]
+
 
 def plan_request(model: LoadedModel, params: GenerationParams) -> RequestPlan:
     """Plan a request: schedules, guidance by step, tokens and warnings. Raises RequestRefused."""
-    levels = None if params.image is None else torch.from_numpy(params.image)
-    plans = [
-        _plan_pass(model, of_pass, None if number else levels, _prompt_fields(params, number))
-        for number, of_pass in enumerate(params.passes())
-    ]
-    warnings = [text for plan in plans for text in plan.warnings]
-    warnings += _unused_masks(plans, model.settings.vae_scale_factor)
-    later: tuple[RequestPlan, ...] = ()
+    passes = tuple(_plan_pass(model, params, number) for number in range(len(params.passes())))
+    warnings = [text for number, plan in enumerate(passes) for text in _warnings(model, plan, params, number)]
+    warnings += _unused_masks(passes, model.settings.vae_scale_factor)
+    return RequestPlan(params, passes, _adapter_use(model, params), list(dict.fromkeys(warnings)))
+
+
+def _adapter_use(model: LoadedModel, params: GenerationParams) -> AdapterUse:
     # No UNet takes both adapters and the outputs of ControlNets, or reference images, as inputs.
     packed = model.adapters is not None and model.adapters.can_pack(params.loras)
     packed = packed and not params.controls and not params.image_prompts
     packed = packed and model.takes_adapters(params.height, params.width)
-    merged, inputs = ((), params.loras) if packed else (params.loras, ())
-    factors: list[tuple[AdapterFactors, float]] = []
-    for plan in reversed(plans):
-        first = replace(plan, later=later, merged=merged, packed=inputs, factors=factors)
-        first = replace(first, first_loop=(first.unet_of_loop(plan.first_loop[0]), *plan.first_loop[1:]))
-        later = (first, *later)
-    return replace(first, params=params, warnings=list(dict.fromkeys(warnings)))
+    return AdapterUse((), params.loras) if packed else AdapterUse(params.loras, ())
 
 
 def _prompt_fields(params: GenerationParams, number: int) -> tuple[str, str]:
@@ -202,55 +193,33 @@ def _prompt_fields(params: GenerationParams, number: int) -> tuple[str, str]:
     return prompt, negative_prompt
 
 
-def _plan_pass(
-    model: LoadedModel, params: GenerationParams, levels: torch.Tensor | None, prompt_fields: tuple[str, str]
-) -> RequestPlan:
-    """Plan one pass. `levels`: see `Source`. `prompt_fields`: see `_prompt_fields`."""
+def _plan_pass(model: LoadedModel, request: GenerationParams, number: int) -> PassPlan:
+    """Plan pass `number` of a request."""
+    passes = request.passes()
+    params = passes[number]
     steps, noise_schedule = params.num_inference_steps, model.noise_schedules["base"]
     whole_schedule = sampler_schedule(params.scheduler, steps, noise_schedule, params.timesteps, params.sigmas)
     source, run_schedule = None, whole_schedule
     if params.image is not None:
-        source = _source(model, params, levels)
+        source = _source(model, params, None if number else torch.from_numpy(params.image))
         run_schedule = skip_steps(whole_schedule, whole_schedule.order * skipped_steps(params.strength, steps))
     schedules = [(BASE, run_schedule)]
     if params.use_refiner:
         base, refiner = split_schedule(run_schedule, noise_schedule, params.denoising_frac)
         schedules = [(BASE, base), (REFINER, refiner)]
-    scales, start = scale_by_step(params, run_schedule.steps, run_schedule.order), 0
+    requested_step, start = np.arange(run_schedule.steps) // run_schedule.order, 0
+    scales = scale_by_step(params, requested_step)
     denoise: dict[str, DenoisePlan] = {}
     for denoiser, schedule in schedules:
-        end = start + schedule.steps
+        own = slice(start, start := start + schedule.steps)
         if schedule.steps:
-            denoise[denoiser.unet] = _denoise_plan(model, params, denoiser, schedule, scales[start:end])
-        start = end
+            denoise[denoiser.unet] = _denoise_plan(model, params, denoiser, schedule, requested_step[own], scales[own])
+    prompt_fields = _prompt_fields(request, number)
     texts = {name: _chunks(model, params, tokenizer, prompt_fields) for name, tokenizer in model.tokenizers.items()}
-    unet, plan = next(iter(denoise.items()))
-    return RequestPlan(
-        params,
-        first_loop=(unet, params.height, params.width),
-        unet_batch=2 if plan.guided else 1,
-        init_sigma=whole_schedule.init_sigma,
-        texts=texts,
-        denoise=denoise,
-        warnings=_warnings(model, params, schedules[-1][1], texts[_last_tokenizer(model)], prompt_fields)
-        + _unused_controls(params, denoise),
-        source=source,
-    )
+    return PassPlan(params, whole_schedule.init_sigma, texts, denoise, source, is_last=number == len(passes) - 1)
 
 
-def _unused_controls(params: GenerationParams, denoise: Mapping[str, DenoisePlan]) -> list[str]:
-    """Describe the ControlNets that no step uses, although their scale is not 0."""
-    base = denoise.get(BASE.unet)
-    steps = 0 if base is None else base.schedule.steps
-    return [
-        f"controls.{number}: no step of {steps} lies between start {control.start:g} and end {control.end:g}; "
-        f"{control.name} was not used."
-        for number, control in enumerate(params.controls)
-        if control.scale and (base is None or control.name not in base.controls)
-    ]
-
-
-def _unused_masks(plans: Sequence[RequestPlan], scale: int) -> list[str]:
+def _unused_masks(plans: Sequence[PassPlan], scale: int) -> list[str]:
     """Describe the masks that mark no latent to repaint. `scale`: pixels on a side of a latent."""
     return [
         f"masks.{number}.image: the mask marks no latent to repaint, because it is white in no pixel of the result "
@@ -297,11 +266,16 @@ def _last_tokenizer(model: LoadedModel) -> str:
 
 
 def _denoise_plan(
-    model: LoadedModel, params: GenerationParams, denoiser: Denoiser, schedule: SamplerSchedule, scales: Floats
+    model: LoadedModel,
+    params: GenerationParams,
+    denoiser: Denoiser,
+    schedule: SamplerSchedule,
+    requested_step: NDArray[np.int64],
+    scales: Floats,
 ) -> DenoisePlan:
-    settings = model.settings.refiner if denoiser.part == "refiner" else model.settings
+    is_base = denoiser.part == "base"
+    settings = model.settings if is_base else model.settings.refiner
     assert settings is not None
-    guidance = np.maximum(scales, 1.0).astype(np.float32)
     size = (params.height, params.width)
     original, target = params.original_size or size, params.target_size or size
     own: list[float] = [*original, *params.crop, *target]
@@ -309,15 +283,23 @@ def _denoise_plan(
     if isinstance(settings, RefinerFacts) and settings.requires_aesthetics_score:
         # diffusers' default: the negative prompt has the original size and no crop.
         time_ids = ([*original, *params.crop, AESTHETIC_SCORE], [*original, 0, 0, NEGATIVE_AESTHETIC_SCORE])
+    guidance = np.maximum(scales, 1.0).astype(np.float32)
+    guided = (guidance > 1) & (not embeds_guidance(model, denoiser))
+    controls = _plan_controls(params, schedule.steps) if is_base else {}
+    image_prompts = params.image_prompts if is_base else ()
+    packed = _adapter_use(model, params).packed if is_base else ()
+    entries = np.where(guided, 2, 1).astype(np.int8)
+    used = {name: control.scales != 0 for name, control in controls.items()}
+    rescale = params.guidance_rescale
     return DenoisePlan(
-        schedule,
+        (UNET_LORA if packed else denoiser.unet, *size),
+        StepPlan(schedule, guidance, rescale, entries, requested_step, used, bool(image_prompts)),
         scales,
-        guidance,
-        guided=bool((guidance > 1).any()) and not embeds_guidance(model, denoiser),
         zero_negative=params.negative_prompt is None and settings.force_zeros_for_empty_prompt,
         time_ids=time_ids,
-        controls=_plan_controls(params, schedule.steps) if denoiser.part == "base" else {},
-        image_prompts=params.image_prompts if denoiser.part == "base" else (),
+        controls=controls,
+        image_prompts=image_prompts,
+        packed=packed,
     )
 
 
@@ -332,36 +314,34 @@ def _plan_controls(params: GenerationParams, steps: int) -> dict[str, ControlPla
     return plans
 
 
-def _warnings(
-    model: LoadedModel,
-    params: GenerationParams,
-    last_schedule: SamplerSchedule,
-    texts: Sequence[Chunks],
-    prompt_fields: tuple[str, str],
-) -> list[str]:
-    """Describe what cannot be followed: a truncated prompt, an ignored negative prompt, a refiner without steps.
-
-    `last_schedule`: the steps of the last UNet. `texts`: the prompt and the negative prompt.
-    `prompt_fields`: their fields in the request.
+def _warnings(model: LoadedModel, plan: PassPlan, request: GenerationParams, number: int) -> Iterator[str]:
+    """Describe what pass `number` of a request cannot follow: a truncated prompt, an ignored negative prompt, a refiner
+    or ControlNets without steps.
     """
-    read = model.tokenizers[_last_tokenizer(model)].settings.max_length
+    params, prompt_fields, last_tokenizer = plan.params, _prompt_fields(request, number), _last_tokenizer(model)
+    read = model.tokenizers[last_tokenizer].settings.max_length
     if params.prompt_syntax == "weighted":
         read = (read - 2) * model.max_text_chunks
     prompts = (params.prompt, params.negative_prompt or "")
-    warnings = [
-        warning
-        for name, prompt, text in zip(prompt_fields, prompts, texts, strict=True)
-        for warning in prompt_warnings(name, prompt, params.prompt_syntax, text, read)
-    ]
+    for name, prompt, text in zip(prompt_fields, prompts, plan.texts[last_tokenizer], strict=True):
+        yield from prompt_warnings(name, prompt, params.prompt_syntax, text, read)
+    refines = REFINER.unet in plan.denoise
     if params.negative_prompt and params.guidance_scale > 1 and embeds_guidance(model, BASE):
-        refiner_reads_it = params.use_refiner and last_schedule.steps and not embeds_guidance(model, REFINER)
-        warnings.append(
+        refiner_reads_it = refines and not embeds_guidance(model, REFINER)
+        yield (
             f"{prompt_fields[1]}: this model's UNet takes the guidance scale as an input and reads no negative prompt"
             f"{'; only the refiner does' if refiner_reads_it else ''}."
         )
-    if not last_schedule.steps:
-        warnings.append(
+    if params.use_refiner and not refines:
+        yield (
             f"denoising_frac: {params.denoising_frac} of {params.num_inference_steps} steps leaves the refiner without "
             "steps; it was not used."
         )
-    return warnings
+    base = plan.denoise.get(BASE.unet)
+    steps = 0 if base is None else base.step_plan.steps
+    for index, control in enumerate(params.controls):
+        if control.scale and (base is None or control.name not in base.controls):
+            yield (
+                f"controls.{index}: no step of {steps} lies between start {control.start:g} and end {control.end:g}; "
+                f"{control.name} was not used."
+            )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from model.denoising.loop import ImageState
+from model.pipeline.encoded_once import EncodedOnce
 from model.pipeline.loaded_model import LoadedModel, LoopKey
 from model.pipeline.params import GenerationParams
 from model.pipeline.request_plan import RequestPlan, plan_request
@@ -26,18 +27,18 @@ class Runner:
         return plan_request(self.model, params)
 
     @torch.inference_mode()
-    def advance(self, plan: RequestPlan, image: ImageState) -> LoopKey | None:
+    def advance(self, plan: RequestPlan, image: ImageState, encoded: EncodedOnce) -> LoopKey | None:
         """Run an image's next stages, up to the next stage with a loop.
 
         Returns that stage's loop. Run the image's steps in it and call `advance` again. None: all stages are finished,
-        and `image.pixels` is the result.
+        and `image.pixels` is the result. `encoded`: of the request's images that this process generates.
         """
         while image.stage < len(self.stages):
             stage = self.stages[image.stage]
             image.stage += 1
-            if (loop := stage.run(self.model, plan.of(image), image)) is not None:
+            if (loop := stage.run(self.model, plan.passes[image.pass_index], image, encoded)) is not None:
                 return loop
-            if image.stage == len(self.stages) and image.pass_index < len(plan.later):
+            if image.stage == len(self.stages) and image.pass_index < len(plan.passes) - 1:
                 image.pass_index += 1
                 image.stage, image.generator = 0, plan.generator(image.index)
         return None

@@ -6,19 +6,22 @@ for a request that has no steps on this UNet. To add a stage, implement `Stage` 
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
 
+from model.adapters.merge import AdapterFactors
 from model.denoising.loop import Conditioning, ImageState
 from model.engines.signatures import IMAGE_KEYS, IMAGE_VALUES, KEYS_VALUES
 from model.images.encode import to_levels
 from model.images.pending import PendingImage
+from model.pipeline.encoded_once import EncodedOnce
 from model.pipeline.image_to_image import draw_latents, keep_base_result, prepare_from_image
 from model.pipeline.loaded_model import LoadedModel, LoopKey
 from model.pipeline.overflow import CHECKS, IMAGE, LATENTS, PIXELS, TEXT, is_finite, latents_are_sane
 from model.pipeline.prompt import encode_prompt
-from model.pipeline.request_plan import CfgConditioning, RequestPlan
+from model.pipeline.request_plan import CfgConditioning, PassPlan
 from model.pipeline.safety import check_image
 from model.pipeline.spec import BASE, REFINER, Denoiser
 from model.pipeline.vae import decode_latents
@@ -36,12 +39,12 @@ class Stage(Protocol):
     @property
     def timing(self) -> str: ...
 
-    def run(self, model: LoadedModel, plan: RequestPlan, image: ImageState) -> LoopKey | None:
+    def run(self, model: LoadedModel, plan: PassPlan, image: ImageState, encoded: EncodedOnce) -> LoopKey | None:
         """Queue the stage's work for an image on the device, without waiting for it.
 
         Work is queued on the current stream, except that encoding and decoding an image have streams of their own. A
         stage with denoising steps only prepares the image, and returns the key of the loop that runs them. Other stages
-        return None.
+        return None. `plan`: of the pass that the image is in. `encoded`: of the request's images.
         """
 
 
@@ -52,16 +55,22 @@ class EncodePrompt:
     denoiser: Denoiser
     timing: str
 
-    def run(self, model: LoadedModel, plan: RequestPlan, image: ImageState) -> None:
+    def run(self, model: LoadedModel, plan: PassPlan, image: ImageState, encoded: EncodedOnce) -> None:
         unet = self.denoiser.unet
-        if unet not in plan.denoise:
+        if (denoise_plan := plan.denoise.get(unet)) is None:
             return
-        references = plan.encoded.setdefault(unet, [])
-        if not references:
-            # One reference for each image. The tensors are freed when the last image has taken its reference.
-            encoded = encode_prompt(model, plan, self.denoiser)
-            references += [(encoded, _are_finite(encoded))] * plan.params.num_images
-        (cond, uncond), finite = references.pop()
+        factors: list[tuple[AdapterFactors, float]] = []
+        if denoise_plan.packed:
+            assert model.adapters is not None
+            # Kept for later passes, because the library may evict them once the request has begun.
+            read = partial(model.adapters.factors, denoise_plan.packed)
+            factors = encoded.get("factors", image.index, read, again=not plan.is_last)
+
+        def encode() -> tuple[CfgConditioning, torch.Tensor | None]:
+            conditionings = encode_prompt(model, plan, self.denoiser, factors)
+            return conditionings, _are_finite(conditionings)
+
+        (cond, uncond), finite = encoded.get((image.pass_index, unet), image.index, encode)
         image.cond = _copy_inputs(cond)
         image.uncond = None if uncond is None else _copy_inputs(uncond)
         if finite is not None:
@@ -86,13 +95,13 @@ class PrepareLatents:
 
     timing: str = "text"
 
-    def run(self, model: LoadedModel, plan: RequestPlan, image: ImageState) -> None:
+    def run(self, model: LoadedModel, plan: PassPlan, image: ImageState, encoded: EncodedOnce) -> None:
         image.known = image.extra_channels = None
         image.checks.pop(IMAGE, None)  # of the pass before
         if plan.source is None:
             image.latents = plan.init_sigma * draw_latents(model, plan, image)
         else:
-            prepare_from_image(model, plan, plan.source, image)
+            prepare_from_image(model, plan, plan.source, image, encoded)
 
 
 @dataclass(frozen=True)
@@ -102,16 +111,13 @@ class Denoise:
     denoiser: Denoiser
     timing: str
 
-    def run(self, model: LoadedModel, plan: RequestPlan, image: ImageState) -> LoopKey | None:
-        unet = self.denoiser.unet
-        if (denoise_plan := plan.denoise.get(unet)) is None:
+    def run(self, model: LoadedModel, plan: PassPlan, image: ImageState, encoded: EncodedOnce) -> LoopKey | None:
+        if (denoise_plan := plan.denoise.get(self.denoiser.unet)) is None:
             return None
-        image.schedule, image.guidance, image.step = denoise_plan.schedule, denoise_plan.guidance, 0
-        image.controls = {name: control.scales for name, control in denoise_plan.controls.items()}
-        image.image_prompt = bool(denoise_plan.image_prompts)
-        if plan.source is not None and plan.unet_of_loop(unet) != plan.first_loop[0]:
+        image.plan, image.step = denoise_plan.step_plan, 0
+        if plan.source is not None and denoise_plan is not plan.first:
             keep_base_result(model, plan, plan.source, image)
-        return plan.unet_of_loop(unet), plan.params.height, plan.params.width
+        return denoise_plan.loop
 
 
 @dataclass(frozen=True)
@@ -123,17 +129,17 @@ class Decode:
 
     timing: str = "decode"
 
-    def run(self, model: LoadedModel, plan: RequestPlan, image: ImageState) -> None:
+    def run(self, model: LoadedModel, plan: PassPlan, image: ImageState, encoded: EncodedOnce) -> None:
         with model.decode_stream.run_after(image.latents, *image.checks.values()):
             levels, finite = to_levels(decode_latents(model, image.latents))
             checks = {LATENTS: latents_are_sane(image.latents), PIXELS: finite, **image.checks}
             finite = torch.cat([checks.get(name, torch.ones_like(finite)) for name in CHECKS])
             if image.result is not None:
                 finite &= image.result.tensors[1]
-            if plan.later:
-                image.result = model.decode_stream.record([levels[0], finite])
-            else:
+            if plan.is_last:
                 image.pixels = PendingImage(levels, finite, check_image(model, levels))
+            else:
+                image.result = model.decode_stream.record([levels[0], finite])
 
 
 STAGES: tuple[Stage, ...] = (

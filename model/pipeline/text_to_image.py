@@ -5,11 +5,12 @@ with denoising_end/denoising_start. Images of one batch may differ in prompt, se
 not in merged adapters. The engines may be of any runtime.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from model.cuda.streams import StageTimer
 from model.denoising.loop import ImageState, Loop, has_room
 from model.images.encode import Pixels
+from model.pipeline.encoded_once import EncodedOnce
 from model.pipeline.loaded_model import LoadedModel, LoopKey
 from model.pipeline.overflow import CHECKS, broken_images
 from model.pipeline.params import GenerationParams
@@ -27,7 +28,7 @@ def generate(model: LoadedModel, batch: Sequence[GenerationParams]) -> tuple[lis
     plans = [runner.plan(params) for params in batch]
     if model.adapters is not None:
         model.adapters.load([name for params in batch for name, _ in params.loras])
-    [merged] = {plan.merged for plan in plans}
+    [merged] = {plan.adapters.merged for plan in plans}
     model.use_adapters(merged)
     images = run_stages(runner, plans, timer.end)
     pixels = [image.pixels.wait() for image in images if image.pixels is not None]
@@ -50,23 +51,24 @@ def run_stages(
     first loop, and that of each stage with a loop.
     """
     images = [(plan, image) for plan in plans for image in plan.images()]
-    by_loop = _advance(runner, images)
+    encoded = {plan: EncodedOnce(range(plan.params.num_images)) for plan in plans}
+    by_loop = _advance(runner, images, encoded)
     end_timing(runner.stages[0].timing)
     while by_loop:
         for key, members in by_loop.items():
             denoise(runner.model.loop(*key), [image for _, image in members])
             end_timing(runner.current_timing(members[0][1]))
-        by_loop = _advance(runner, [member for members in by_loop.values() for member in members])
+        by_loop = _advance(runner, [member for members in by_loop.values() for member in members], encoded)
     return [image for _, image in images]
 
 
 def _advance(
-    runner: Runner, images: Iterable[tuple[RequestPlan, ImageState]]
+    runner: Runner, images: Iterable[tuple[RequestPlan, ImageState]], encoded: Mapping[RequestPlan, EncodedOnce]
 ) -> dict[LoopKey, list[tuple[RequestPlan, ImageState]]]:
     """Advance images to their next loops, and return them by loop. Finished images are left out."""
     by_loop: dict[LoopKey, list[tuple[RequestPlan, ImageState]]] = {}
     for plan, image in images:
-        if (key := runner.advance(plan, image)) is not None:
+        if (key := runner.advance(plan, image, encoded[plan])) is not None:
             by_loop.setdefault(key, []).append((plan, image))
     return by_loop
 

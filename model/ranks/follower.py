@@ -19,7 +19,7 @@ from model.loading.load import load_release
 from model.loading.runtimes import find_targets, runtime_cache_folder
 from model.pipeline.loaded_model import LoadedModel, LoopKey
 from model.ranks.group import GroupRanks, leave
-from model.ranks.messages import AddImage, Leave, MakeLoop, RemoveImage, Start, with_tensors
+from model.ranks.messages import AddImage, Leave, MakeLoop, RemoveImage, Start, TensorShape, put_tensors
 from model.store.store import open_store
 
 
@@ -58,15 +58,17 @@ def _run(connection: Connection) -> None:
 def _follow(model: LoadedModel, ranks: GroupRanks, connection: Connection) -> None:
     """Make the calls that rank 0 sends, until it sends Leave."""
     images: dict[tuple[LoopKey, int], ImageState] = {}
+
+    def receive(tensor: TensorShape) -> torch.Tensor:
+        received = torch.empty(tensor.shape, dtype=tensor.dtype, device=model.device)
+        ranks.broadcast(received)
+        return received
+
     with torch.inference_mode():
         while True:
             message = connection.recv()
             if isinstance(message, AddImage):
-                tensors = {}
-                for name, (shape, dtype) in message.tensors.items():
-                    tensors[name] = torch.empty(shape, dtype=dtype, device=model.device)
-                    ranks.broadcast(tensors[name])
-                image = with_tensors(message.image, message.generator, tensors)
+                image = put_tensors(message.image, receive)
                 model.loop(*message.key).add(image)
                 images[message.key, message.number] = image
             elif isinstance(message, RemoveImage):

@@ -33,9 +33,7 @@ from model.ranks.messages import (
     RemoveImage,
     Start,
     Step,
-    TensorShape,
-    tensors_of,
-    without_tensors,
+    take_tensors,
 )
 from model.settings import Settings, plain_secrets
 
@@ -234,11 +232,9 @@ class LeadLoop:
     def add(self, image: ImageState) -> None:
         image.wait_for_inputs()
         number = next(self._numbers)
-        tensors = tensors_of(image)
-        shapes = {name: TensorShape(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-        generator = image.generator.get_state().numpy().tobytes()
-        self._followers.send(AddImage(self._key, number, without_tensors(image), generator, shapes))
-        for tensor in tensors.values():
+        message, tensors = take_tensors(AddImage(self._key, number, image))
+        self._followers.send(message)
+        for tensor in tensors:
             self._followers.broadcast(tensor)
         try:
             self._loop.add(image)

@@ -3,18 +3,15 @@
 An image is sent without its tensors, but with their shapes. The tensors follow by collectives of the group.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
+from typing import Any
 
 import torch
 
-from model.denoising.loop import Conditioning, ImageState, Known
+from model.denoising.loop import ImageState
 from model.pipeline.loaded_model import LoopKey
 from model.settings import Settings
-
-_NO_TENSOR = torch.empty(0)
-_COND, _UNCOND = "cond ", "uncond "
 
 
 @dataclass(frozen=True)
@@ -40,23 +37,29 @@ class Join:
     """All ranks have loaded the release: meet."""
 
 
-class TensorShape(NamedTuple):
+@dataclass(frozen=True)
+class TensorShape:
+    """Stands for a tensor that follows a message: number `index` of those that follow."""
+
+    index: int
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 @dataclass(frozen=True)
-class AddImage:
-    """Add an image to a loop. `number` names it in later messages. `generator`: the state of its generator.
+class GeneratorState:
+    """Stands for a generator on the host."""
 
-    tensors: the shapes of those that follow, by the names of `tensors_of`, in their order.
-    """
+    state: bytes
+
+
+@dataclass(frozen=True)
+class AddImage:
+    """Add an image to a loop. `number` names it in later messages. Sent as `take_tensors` returns it."""
 
     key: LoopKey
     number: int
     image: ImageState
-    generator: bytes
-    tensors: dict[str, TensorShape]
 
 
 @dataclass(frozen=True)
@@ -82,58 +85,63 @@ class Leave:
 Message = MakeLoop | AddImage | RemoveImage | Step | Leave
 
 
-def tensors_of(image: ImageState) -> dict[str, torch.Tensor]:
-    """Return the tensors that a loop reads of an image that joins it, by name."""
-    found = {"latents": image.latents}
-    if image.denoised is not None:
-        found["denoised"] = image.denoised
-    if image.extra_channels is not None:
-        found["extra_channels"] = image.extra_channels
-    if image.known is not None:
-        found |= {"known": image.known.latents, "known_noise": image.known.noise, "mask": image.known.mask}
-    found |= {_COND + name: tensor for name, tensor in image.cond.inputs.items()}
-    if image.uncond is not None:
-        found |= {_UNCOND + name: tensor for name, tensor in image.uncond.inputs.items()}
-    return found
+def take_tensors(value: Any) -> tuple[Any, list[torch.Tensor]]:
+    """Return what a message has of `value`, and the tensors that follow it, each of them once.
+
+    Dataclasses, tuples and mappings are walked. Tensors become `TensorShape`, generators `GeneratorState`. `LOCAL`
+    fields get their default.
+    """
+    indices: dict[int, int] = {}  # by identity of a tensor
+    tensors: list[torch.Tensor] = []
+
+    def take(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Generator):
+            return GeneratorState(leaf.get_state().numpy().tobytes())
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if id(leaf) not in indices:
+            indices[id(leaf)] = len(tensors)
+            tensors.append(leaf)
+        return TensorShape(indices[id(leaf)], tuple(leaf.shape), leaf.dtype)
+
+    return _walk(value, take), tensors
 
 
-def without_tensors(image: ImageState) -> ImageState:
-    """Return what a message has of an image: its numbers and settings, without tensors and without its generator."""
-    return replace(
-        image,
-        generator=None,  # type: ignore[arg-type]  # its state is sent
-        latents=_NO_TENSOR,
-        denoised=None,
-        extra_channels=None,
-        known=None,
-        cond=Conditioning(is_zero=image.cond.is_zero),
-        uncond=image.uncond and Conditioning(is_zero=image.uncond.is_zero),
-        inputs=None,
-        checks={},
-        result=None,
-        pixels=None,
-    )
+def put_tensors(value: Any, receive: Callable[[TensorShape], torch.Tensor]) -> Any:
+    """Undo `take_tensors`. `receive` is called once for each tensor, in their order."""
+    tensors: dict[int, torch.Tensor] = {}
+
+    def put(leaf: Any) -> Any:
+        if isinstance(leaf, GeneratorState):
+            generator = torch.Generator()
+            generator.set_state(torch.frombuffer(bytearray(leaf.state), dtype=torch.uint8))
+            return generator
+        if not isinstance(leaf, TensorShape):
+            return leaf
+        if leaf.index not in tensors:
+            tensors[leaf.index] = receive(leaf)
+        return tensors[leaf.index]
+
+    return _walk(value, put)
 
 
-def with_tensors(image: ImageState, generator: bytes, tensors: Mapping[str, torch.Tensor]) -> ImageState:
-    """Return the image of `without_tensors` with its tensors and a generator in the given state."""
-    known = None
-    if "known" in tensors:
-        known = Known(tensors["known"], tensors["known_noise"], tensors["mask"])
-    state = torch.frombuffer(bytearray(generator), dtype=torch.uint8)
-    restored = torch.Generator()
-    restored.set_state(state)
-    return replace(
-        image,
-        generator=restored,
-        latents=tensors["latents"],
-        denoised=tensors.get("denoised"),
-        extra_channels=tensors.get("extra_channels"),
-        known=known,
-        cond=replace(image.cond, inputs=_inputs(tensors, _COND)),
-        uncond=image.uncond and replace(image.uncond, inputs=_inputs(tensors, _UNCOND)),
-    )
+def _walk(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a copy of `value` whose leaves are changed, without what is in `LOCAL` fields."""
+    changed = change(value)
+    if changed is not value:
+        return changed
+    if is_dataclass(value) and not isinstance(value, type):
+        copies = {
+            one.name: _default(one) if "local" in one.metadata else _walk(getattr(value, one.name), change)
+            for one in fields(value)
+        }
+        return replace(value, **copies)
+    if isinstance(value, tuple):
+        return tuple(_walk(item, change) for item in value)
+    if isinstance(value, Mapping):
+        return {key: _walk(item, change) for key, item in value.items()}
+    return value
 
 
-def _inputs(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+def _default(one: Field[Any]) -> Any:
+    return one.default if one.default_factory is MISSING else one.default_factory()

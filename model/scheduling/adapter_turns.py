@@ -51,8 +51,8 @@ class AdapterTurns:
         for job in needing:
             if (error := library.take_failure(self._needed(job))) is not None:
                 return job, error
-        own = [job for job in jobs if job.plan.merged == active]
-        others = [job for job in jobs if job.plan.merged != active]
+        own = [job for job in jobs if job.plan.adapters.merged == active]
+        others = [job for job in jobs if job.plan.adapters.merged != active]
         next_job = next((job for job in others if self._is_ready(job)), None)
         if next_job is None:
             self.blocked = not in_flight and bool(jobs) and not any(map(self._is_ready, own))
@@ -62,7 +62,7 @@ class AdapterTurns:
         has_begun = in_flight or any(job.joined_count for job in own)
         if not has_begun and (self.draining or not any(map(self._is_ready, own))):
             try:
-                self._model.use_adapters(next_job.plan.merged)
+                self._model.use_adapters(next_job.plan.adapters.merged)
             except Exception as error:
                 return next_job, error
             self._merged_at = time.monotonic()
@@ -72,12 +72,12 @@ class AdapterTurns:
 
     def admits(self, job: Job) -> bool:
         """True if images of a job may start now, as far as its adapters decide."""
-        in_turn = job.plan.merged == self._model.active_adapters and (not self.draining or job.joined_count > 0)
-        return in_turn and self._is_ready(job)
+        is_merged = job.plan.adapters.merged == self._model.active_adapters
+        return is_merged and (not self.draining or job.joined_count > 0) and self._is_ready(job)
 
     def _needed(self, job: Job) -> list[str]:
         """Return the adapters whose factors a job needs before it starts. Those that are merged are needed no more."""
-        is_merged = job.plan.merged and job.plan.merged == self._model.active_adapters
+        is_merged = job.plan.adapters.merged and job.plan.adapters.merged == self._model.active_adapters
         return [] if is_merged or job.joined_count else [name for name, _ in job.params.loras]
 
     def _is_ready(self, job: Job) -> bool:

@@ -19,6 +19,7 @@ from model import metrics
 from model.cuda.probe import DeviceProbe
 from model.images.distance import psnr
 from model.images.encode import Pixels
+from model.pipeline.encoded_once import EncodedOnce
 from model.pipeline.loaded_model import LoadedModel, make_loop
 from model.pipeline.params import GenerationParams
 from model.pipeline.runner import Runner
@@ -120,8 +121,8 @@ class ImageComparison:
         """
         runner = Runner(self._reference)
         plan = runner.plan(params)
-        [image] = plan.images()
-        while (key := runner.advance(plan, image)) is not None:
+        [image], encoded = plan.images(), EncodedOnce([0])
+        while (key := runner.advance(plan, image, encoded)) is not None:
             loop = make_loop(self._reference, *key, use_graphs=False)
             loop.add(image)
             while loop.images:

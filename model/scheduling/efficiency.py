@@ -16,6 +16,7 @@ import torch
 from model.cuda.probe import DeviceProbe
 from model.denoising.loop import ImageState, Loop
 from model.engines.engine import EngineSet
+from model.pipeline.encoded_once import EncodedOnce
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import GenerationParams
 from model.pipeline.runner import Runner
@@ -62,8 +63,8 @@ def _find_efficient_batch(
     if len(counts) <= 1:
         return  # a smaller batch would take as long
     [image] = plan.images()
-    runner.advance(plan, image)
-    image.step = outer.first if outer.first + outer.last < image.schedule.steps else 0
+    runner.advance(plan, image, EncodedOnce([0]))
+    image.step = outer.first if outer.first + outer.last < image.plan.steps else 0
     measured: list[tuple[int, float]] = []
     for count in counts:
         fastest = math.inf

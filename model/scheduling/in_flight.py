@@ -79,7 +79,7 @@ class InFlight:
 
         Those that run may be in any loop, if their first loop has the size of this one. Those that wait join this one.
         """
-        running = {image: job for image, (job, _) in self._running.items() if job.plan.first_loop[1:] == key[1:]}
+        running = {image: job for image, (job, _) in self._running.items() if job.plan.first.loop[1:] == key[1:]}
         return running, {image: job for job, image in self._waiting.get(key, ())}
 
     @property

@@ -9,6 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from model.pipeline.encoded_once import EncodedOnce
+
 if TYPE_CHECKING:  # a process without engines needs the results and events before torch is imported
     from model.denoising.loop import ImageState
     from model.pipeline.request_plan import RequestPlan
@@ -91,6 +93,7 @@ class Job:
         self.accepted_at = time.monotonic()
         images = [image for image in plan.images() if indices is None or image.index in indices]
         self.num_images = len(images)
+        self.encoded = EncodedOnce(image.index for image in images)  # used on the scheduler's thread only
         self.waiting_images = deque(images)  # those that have not joined a loop, in order
         self.steps_done = 0  # of all images
         self._previews_due: dict[int, int] = {}  # by index of an image

@@ -315,7 +315,7 @@ class Scheduler:
         for job in list(self._waiting):
             job.images_ahead = images_ahead
             images_ahead += len(job.waiting_images)
-            key = job.plan.first_loop
+            key = job.plan.first.loop
             if key in full_loops or not self._turns.admits(job):
                 continue
             sizes = self._in_flight.sizes
@@ -336,7 +336,7 @@ class Scheduler:
             if is_first:
                 job.end_stage("queue")
                 metrics.QUEUE_WAIT.observe(job.seconds_queued())
-            loop = self.runner.advance(job.plan, job.waiting_images[0])
+            loop = self.runner.advance(job.plan, job.waiting_images[0], job.encoded)
             if is_first:
                 job.end_stage(self.runner.stages[0].timing)
             image = job.waiting_images.popleft()
@@ -363,7 +363,7 @@ class Scheduler:
         same_size = [
             other
             for other in self._waiting
-            if other.plan.first_loop[1:] == key[1:] and other.plan.merged == job.plan.merged
+            if other.plan.first.loop[1:] == key[1:] and other.plan.adapters.merged == job.plan.adapters.merged
         ]
         waiting = sum(other.plan.unet_batch * len(other.waiting_images) for other in same_size)
         steps_left = min((owner.plan.steps_left(image) for image, owner in running.items()), default=0)
@@ -426,20 +426,21 @@ class Scheduler:
     def _finish_loop(self, job: Job, image: ImageState) -> None:
         """Pass an image whose steps in a loop are done to its next loop, or to the output workers."""
         job.end_stage(self.runner.current_timing(image))
-        key = self.runner.advance(job.plan, image)
+        key = self.runner.advance(job.plan, image, job.encoded)
         if key is None:
             self._workers.submit_image(job, image)
             return
         self._in_flight.wait(key, job, image)
 
     def _free(self, job: Job) -> None:
-        """Remove a job from the queue, and its images in flight."""
+        """Remove a job from the queue, its images in flight, and what was encoded for them."""
         if job in self._waiting:
             self._waiting.remove(job)
         if job.waiting_images:
             self._leave_queue(len(job.waiting_images))
             job.waiting_images.clear()
         self._in_flight.remove(job)
+        job.encoded.clear()
 
     def _unfinished_jobs(self) -> set[Job]:
         return self._in_flight.jobs | set(self._waiting)

@@ -15,6 +15,7 @@ from model.denoising.loop import ImageState, Loop, StepNetworks, has_room, unet_
 from model.denoising.sampler_specs import SAMPLERS
 from model.engines.engine import EngineSet
 from model.pipeline import spec
+from model.pipeline.encoded_once import EncodedOnce
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import Mask
 from model.pipeline.runner import Runner
@@ -67,7 +68,7 @@ def make_image(model: LoadedModel, **changes: Any) -> ImageState:
     runner = Runner(model)
     plan = runner.plan(replace(PLAIN, **changes))
     [image] = plan.images()
-    assert runner.advance(plan, image) == (spec.UNET, HEIGHT, WIDTH)
+    assert runner.advance(plan, image, EncodedOnce([0])) == (spec.UNET, HEIGHT, WIDTH)
     return image
 
 

@@ -184,14 +184,16 @@ class _ObservedEngines(EngineSet):
 
 
 def _generate(model: LoadedModel, plan: RequestPlan, observers: Mapping[str, Observe], name: str) -> _Image:
-    """Return the image of a plan, which must be new. `observers`: by component. `name`: of the model, for errors."""
+    """Return the image of a plan. `observers`: by component. `name`: of the model, for errors."""
     observed = copy.copy(model)  # with the same streams: an engine must always run on the same one
     observed.engines = dict(model.engines)
     for component, observe in observers.items():
         observed.engines[component] = _ObservedEngines(model.engines[component], observe)
     size = (plan.params.height, plan.params.width)
     # Also where the model would use CUDA graphs: a replay of a graph calls no engine that could be observed.
-    observed.loops = {(unet, *size): make_loop(observed, unet, *size, use_graphs=False) for unet in plan.denoise}
+    observed.loops = {
+        (unet, *size): make_loop(observed, unet, *size, use_graphs=False) for unet in plan.passes[0].denoise
+    }
     [image] = run_stages(Runner(observed), [plan])
     pixels = None if image.pixels is None else image.pixels.wait()
     if pixels is None:
@@ -208,7 +210,7 @@ def _teacher_forcing(quantized: LoadedModel, plan: RequestPlan, decibels: dict[s
     def observer(component: str) -> Observe:
         engines = quantized.engines[component]
         output = engines.signature.outputs[0].name
-        compared = _quantized_steps(quantized, component, plan.denoise[component].schedule.steps)
+        compared = _quantized_steps(quantized, component, plan.passes[0].denoise[component].step_plan.steps)
         steps = count()
         calls = decibels.setdefault(component, [])
 
@@ -225,7 +227,7 @@ def _teacher_forcing(quantized: LoadedModel, plan: RequestPlan, decibels: dict[s
 
         return compare
 
-    return {unet: observer(unet) for unet in plan.denoise}
+    return {unet: observer(unet) for unet in plan.passes[0].denoise}
 
 
 def _quantized_steps(model: LoadedModel, unet: str, steps: int) -> range:

@@ -39,10 +39,11 @@ from model.engines.engine import EngineSet
 from model.engines.shapes import DTYPES
 from model.engines.signatures import KEYS_VALUES, control_input
 from model.errors import RequestRefused
+from model.pipeline.encoded_once import EncodedOnce
 from model.pipeline.image_to_image import draw_latents, prepare_from_image
 from model.pipeline.params import Control, GenerationParams, Mask
 from model.pipeline.prompt import encode_prompt
-from model.pipeline.request_plan import RequestPlan, plan_request
+from model.pipeline.request_plan import PassPlan, plan_request
 from model.pipeline.spec import BASE, UNET
 from model.store.manifest import Signature
 from model.validation import RANDOM_SEED, SEED_COUNT
@@ -87,13 +88,14 @@ class Condition(PipelineModel):
             if POOLED in {spec.name for spec in encoder.signature.outputs}:
                 encoder.outputs[POOLED] = tensors[POOLED]
         params = self._params(tensors)
-        guidance = next(iter(plan_request(self.model, params).denoise.values())).guidance
+        guidance = plan_request(self.model, params).first.step_plan.guidance
         # Both texts are encoded also for a request without guidance, so that all requests have equal shapes.
-        plan = plan_request(self.model, params if self.texts == 1 else replace(params, guidance_scale=_GUIDED))
+        request = plan_request(self.model, params if self.texts == 1 else replace(params, guidance_scale=_GUIDED))
+        [plan], [image] = request.passes, request.images()
         conditioning = [text.inputs for text in encode_prompt(self.model, plan, BASE) if text is not None]
-        [image] = plan.images()
         start, draws = self._start(plan, image)
-        rows = torch.from_numpy(pad_schedules([image.schedule], self.steps)[1][0])
+        schedule = image.plan.schedule
+        rows = torch.from_numpy(pad_schedules([schedule], self.steps)[1][0])
         return (
             start
             | self._controls(conditioning)
@@ -101,8 +103,8 @@ class Condition(PipelineModel):
                 "previous": torch.zeros_like(start["latents"]),
                 "step": torch.zeros(1, dtype=torch.int32),
                 COEFFICIENT_ROWS: rows,  # [steps, 9], in the order of COEFFICIENTS and KNOWN_COEFFICIENTS
-                DRAWS: self._pad(_draws_before(image.schedule, draws)),
-                END: torch.tensor([image.schedule.steps], dtype=torch.int32),
+                DRAWS: self._pad(_draws_before(schedule, draws)),
+                END: torch.tensor([schedule.steps], dtype=torch.int32),
                 "keys_values": torch.cat([text["keys_values"] for text in conditioning]),  # [texts, tokens, width]
                 "time_embeds": torch.stack([self._pad(text["time_embeds"]) for text in conditioning]),
                 "guidance": self._pad(torch.from_numpy(np.array(guidance))),
@@ -175,12 +177,12 @@ class Condition(PipelineModel):
                 tensors[control_tensor(controlnet, spec.name)] = stacked
         return tensors
 
-    def _start(self, plan: RequestPlan, image: ImageState) -> tuple[Tensors, int]:
+    def _start(self, plan: PassPlan, image: ImageState) -> tuple[Tensors, int]:
         """Return the first latents, what steps keep of an input image, and how often noise was drawn for them."""
         if plan.source is None:
             latents, draws = plan.init_sigma * draw_latents(self.model, plan, image), 1
         else:
-            prepare_from_image(self.model, plan, plan.source, image)
+            prepare_from_image(self.model, plan, plan.source, image, EncodedOnce([0]))
             image.wait_for_inputs()
             latents, draws = image.latents, 2 + (plan.source.mask is not None)
         start = {"latents": latents[0]}

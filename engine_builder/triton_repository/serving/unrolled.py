@@ -5,6 +5,7 @@ runs.
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from engine_builder.triton_repository.config import TritonConfigError
@@ -30,6 +31,7 @@ from model.denoising.loop import Conditioning, ImageState, Known
 from model.denoising.prediction import predict_noise
 from model.denoising.samplers import KNOWN_COEFFICIENTS, sampler_schedule
 from model.denoising.step import advance, keep_known
+from model.denoising.step_plan import StepPlan
 from model.engines.shapes import DTYPES
 from model.engines.signatures import CONTROL_SCALE as CONTROL_SCALE_INPUT
 from model.engines.signatures import KEYS_VALUES, control_input
@@ -126,17 +128,16 @@ class PredictNoise(PipelineModel):
         """Return the state of one image before its next step."""
         cond, *uncond = (Conditioning(self._inputs_of_text(index, text, inputs)) for text in range(self.texts))
         guidance = inputs["guidance"][index].cpu().numpy()
-        return ImageState(
-            index,
-            self._generator,
+        plan = StepPlan(
             self._schedule,
             guidance,
             self.served.defaults.guidance_rescale,
-            cond=cond,
-            uncond=uncond[0] if uncond else None,
-            step=int(inputs["step"][index]),
-            controls={name: inputs[scale][index, :, 0].cpu().numpy() for name, scale in self._scales.items()},
+            np.where(guidance > 1, self.texts, 1).astype(np.int8),
+            np.arange(self.steps),
+            controls={name: inputs[scale][index, :, 0].cpu().numpy() != 0 for name, scale in self._scales.items()},
         )
+        step, negative = int(inputs["step"][index]), uncond[0] if uncond else None
+        return ImageState(index, self._generator, plan, cond=cond, uncond=negative, step=step)
 
     def _inputs_of_text(self, index: int, text: int, inputs: Tensors) -> Tensors:
         """Return the inputs of the networks for a text of an image, [steps, ...], or [1, ...] for all steps."""

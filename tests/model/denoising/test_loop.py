@@ -13,6 +13,7 @@ from model.denoising.sampler_specs import SAMPLERS
 from model.errors import EngineError
 from model.loading.load import Loaded
 from model.pipeline import spec
+from model.pipeline.encoded_once import EncodedOnce
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.runner import Runner
 from model.pipeline.text_to_image import denoise
@@ -85,7 +86,7 @@ def test_each_step_keeps_the_image_outside_of_the_mask(make_loop: MakeLoop, mode
         expected = image.known.latents
         if loop.images:  # noised as much as the next step expects
             loop.take(image)
-            signal, noise = image.schedule.noising[1].tolist()
+            signal, noise = image.plan.schedule.noising[1].tolist()
             expected = signal * image.known.latents + noise * image.known.noise
         left, right = image.latents.chunk(2, dim=-1)
         torch.testing.assert_close(left, expected.chunk(2, dim=-1)[0])
@@ -155,10 +156,10 @@ def test_image_is_independent_of_the_batch(mix: Mix, loaded: Loaded) -> None:
     plans = [runner.plan(params_of(loaded, **request)) for request, _ in mix]
     images = [plan.images()[0] for plan in plans]
     for plan, image in zip(plans, images, strict=True):
-        runner.advance(plan, image)
+        runner.advance(plan, image, EncodedOnce([0]))
     loops.run_mix(loaded.model.loop(spec.UNET, 128, 128), images, [first_step for _, first_step in mix])
     for plan, image in zip(plans, images, strict=True):
-        assert runner.advance(plan, image) is None and image.pixels is not None
+        assert runner.advance(plan, image, EncodedOnce([0])) is None and image.pixels is not None
         pixels = image.pixels.wait()
         assert pixels is not None
         assert largest_difference(pixels, image_of(loaded.model, plan.params)) <= 1

@@ -33,9 +33,9 @@ class ShiftStub(Stub):
 class ShiftStage:
     timing = "text"
 
-    def run(self, model, plan, image) -> None:
+    def run(self, model, plan, image, encoded) -> None:
         for half in filter(None, (image.cond, image.uncond) if plan.params.prompt == "shifted" else ()):
-            half.inputs["scale"] = 1e-3 * torch.tensor(image.schedule.timesteps, dtype=torch.float32)[:, None]
+            half.inputs["scale"] = 1e-3 * torch.tensor(image.plan.schedule.timesteps, dtype=torch.float32)[:, None]
 
 
 @pytest.mark.parametrize("in_graphs", [False, True])

@@ -42,7 +42,7 @@ def test_merges_adapters_at_sizes_without_their_unet(model: LoadedModel) -> None
     loras = (("style", 1.0),)
     for width, unet, merged in ((64, spec.UNET_LORA, ()), (96, spec.UNET, loras)):
         plan = Runner(model).plan(replace(PLAIN, height=64, width=width, loras=loras))
-        assert (plan.first_loop[0], plan.merged) == (unet, merged)
+        assert (plan.first.loop[0], plan.adapters.merged) == (unet, merged)
 
 
 def batches_of(model: LoadedModel, component: str) -> list[int]:

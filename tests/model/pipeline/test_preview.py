@@ -19,6 +19,7 @@ from model.loading.load import Loaded
 from model.loading.served import Defaults, ServedModel, SizeList, SizeRange
 from model.loading.warmup import warm_up
 from model.pipeline import spec
+from model.pipeline.encoded_once import EncodedOnce
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.preview import Preview, PreviewMap, fit_preview_map, preview_map_of
 from model.pipeline.runner import Runner
@@ -106,7 +107,7 @@ def estimates(model: LoadedModel, prompt: str, height: int, width: int) -> Itera
     runner = Runner(model)
     plan = runner.plan(resolve(request, served))
     [image] = plan.images()
-    key = runner.advance(plan, image)
+    key = runner.advance(plan, image, EncodedOnce([0]))
     assert key is not None
     loop = model.loop(*key)
     loop.add(image)

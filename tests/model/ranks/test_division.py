@@ -15,6 +15,7 @@ from model.denoising.loop import ImageState, Loop, StepNetworks
 from model.denoising.ranks import ALONE, Ranks
 from model.engines.engine import EngineSet
 from model.pipeline import spec
+from model.pipeline.encoded_once import EncodedOnce
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.runner import Runner
 from model.pipeline.text_to_image import denoise
@@ -87,7 +88,7 @@ def latents_of(
     for changes in REQUESTS:
         plan = runner.plan(replace(PLAIN, **changes))  # type: ignore[arg-type]
         images += plan.images()
-        runner.advance(plan, images[-1])
+        runner.advance(plan, images[-1], EncodedOnce([0]))
     networks = model.step_networks(spec.UNET, HEIGHT, WIDTH)
     networks = replace(networks, unet=static_unet(model, *batches), ranks=ranks)
     with torch.inference_mode():
