@@ -107,7 +107,7 @@ def _random_step(pair: Counterparts, part: Part, channels: int, multiple: int) -
     """Draw the inputs of a step. `multiple`: a latent's side is one of it."""
     checkpoint = pair.plan.base if part == "base" else pair.plan.refiner
     assert checkpoint is not None
-    widths = checkpoint.widths()
+    widths = checkpoint.unet_widths()
     draw = _drawing(pair.device)
     side = -(-_LATENT_SIDE // multiple) * multiple
     added = {}
@@ -181,7 +181,7 @@ def _bands(component: str) -> int:
 
 def _residuals(specs: Iterable[Any], step: _Step, pair: Counterparts) -> dict[str, Tensor]:
     """Draw what ControlNets add to a UNet."""
-    draw, scale = _drawing(pair.device, seed=2), pair.plan.base.widths().vae_scale
+    draw, scale = _drawing(pair.device, seed=2), pair.plan.base.vae_widths().scale
     height, width = (side * scale for side in step.sample.shape[2:])
     sizes = {"rows": _BATCH, "height": height, "width": width}
     return {spec.name: _RESIDUAL_DEVIATION * draw(*shape_at(spec.shape, sizes)) for spec in specs}
@@ -236,10 +236,10 @@ def _adding(changes: Sequence[Factors]) -> Callable[[nn.Module, tuple[Tensor, ..
 
 
 def _vae(pair: Counterparts) -> Outputs:
-    widths, draw = pair.plan.base.widths(), _drawing(pair.device)
+    widths, draw = pair.plan.base.vae_widths(), _drawing(pair.device)
     vae = pair.library(names.VAE_DECODER)
     latents = draw(_BATCH, widths.latent_channels, _LATENT_SIDE, _LATENT_SIDE)
-    pixels = draw(_BATCH, 3, _LATENT_SIDE * widths.vae_scale, _LATENT_SIDE * widths.vae_scale).clamp(-1, 1)
+    pixels = draw(_BATCH, 3, _LATENT_SIDE * widths.scale, _LATENT_SIDE * widths.scale).clamp(-1, 1)
     decoded = pair.run(names.VAE_DECODER, latents=latents)
     yield names.VAE_DECODER, list(decoded.values()), [vae.decode(latents).sample]
     encoded = pair.run(names.VAE_ENCODER, pixels=pixels)
@@ -252,7 +252,7 @@ def _controlnet(pair: Counterparts, name: str) -> Outputs:
     network, scale = pair.library(component), 0.7
     step = _random_step(pair, "base", network.config.in_channels, 2 ** (len(network.config.block_out_channels) - 1))
     step = replace(step, timestep_cond=None)
-    side = step.sample.shape[-1] * pair.plan.base.widths().vae_scale
+    side = step.sample.shape[-1] * pair.plan.base.vae_widths().scale
     # One control image for both entries: a Union network mixes the images of a batch, and a request has one.
     pixels = torch.rand(1, 3, side, side, generator=torch.Generator().manual_seed(4)).to(pair.device)
     types = signatures.control_types(pair.ours(f"{names.CONTROLNET_TIME}.{name}").signature)
@@ -284,8 +284,8 @@ def _ip_adapters(pair: Counterparts, adapters: Sequence[str]) -> Outputs:
     """Compare each image encoder, and the UNet with each adapter."""
     unet_network = pair.ours(names.UNET_IP)
     slots, slot_tokens = signatures.image_slots(unet_network.signature)
-    widths, draw = pair.plan.base.widths(), _drawing(pair.device, seed=5)
-    step = _random_step(pair, "base", widths.latent_channels + widths.extra_channels, 8)
+    draw, unet = _drawing(pair.device, seed=5), pair.plan.base.config("unet")
+    step = _random_step(pair, "base", unet["in_channels"], 8)
     time_embeds = pair.run(names.UNET_TIME, **step.time_inputs)["time_embeds"]
     keys_values = pair.run(names.UNET_TEXT, encoder_hidden_states=step.text)[signatures.KEYS_VALUES]
     residuals = _residuals(signatures.residuals_of(unet_network.signature), step, pair)

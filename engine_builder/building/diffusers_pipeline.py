@@ -65,7 +65,7 @@ def largest_difference(pair: Counterparts, tokenizers: Mapping[str, ClipTokenize
     size = max(checkpoint.size_step() for checkpoint in (plan.base, plan.refiner) if checkpoint is not None)
     side = -(-SMALLEST_SIDE // size) * size
     sampler = read_scheduler(plan.base).sampler
-    paints = plan.base.widths().extra_channels > 0
+    paints = plan.base.unet_widths().extra_channels > 0
     # diffusers documents no refiner for a UNet for inpainting. The refiner's networks are compared in any case.
     refines = plan.refiner is not None and sampler != "Heun" and not paints
     request = GenerationRequest.model_validate(

@@ -22,7 +22,7 @@ _SCALING: dict[Family, float] = {"sdxl": 0.13025, "sd": 0.18215}  # of the famil
 
 def read_model_facts(base: Checkpoint, refiner: Checkpoint | None) -> ModelFacts:
     """Return the facts that the pipeline needs. Raises CheckpointError for a model that cannot be served."""
-    widths, vae = base.widths(), base.config("vae")
+    widths, vae = base.vae_widths(), base.config("vae")
     family = base.family
     latents_mean, latents_std = _normalization(base, widths.latent_channels)
     # The configs of Stable Diffusion 1 and 2 are older than this entry.
@@ -39,7 +39,7 @@ def read_model_facts(base: Checkpoint, refiner: Checkpoint | None) -> ModelFacts
                 f"is a {FAMILY_TITLES[family]}. Its UNet cannot use these latents.",
                 "Use the VAE and the UNet of one model.",
             )
-    native_height, native_width = _native_size(base, widths.vae_scale)
+    native_height, native_width = _native_size(base, widths.scale)
     refiner_facts = None
     if refiner is not None:
         index = refiner.index
@@ -50,7 +50,7 @@ def read_model_facts(base: Checkpoint, refiner: Checkpoint | None) -> ModelFacts
     return ModelFacts(
         native_height=native_height,
         native_width=native_width,
-        vae_scale_factor=widths.vae_scale,
+        vae_scale_factor=widths.scale,
         vae_scaling_factor=scaling,
         latent_channels=widths.latent_channels,
         latents_mean=latents_mean,

@@ -86,7 +86,7 @@ def _check_part(checkpoint: Checkpoint, part: Part, family: Family) -> list[Netw
     for folder, wrapper in wrappers.items():
         check_config(checkpoint.config(folder), wrapper.class_name, family)
     # The base's VAE decodes the refiner's images, whose own is not read.
-    widths = checkpoint.widths()
+    widths = checkpoint.unet_widths()
     if widths.extra_channels and part == "refiner":
         raise CheckpointError(
             f"{checkpoint.root}/unet is for inpainting, and a refiner of this kind is not supported.",
@@ -146,10 +146,10 @@ def _check_vae(base: Checkpoint) -> None:
                 f"{expected!r:.80}. The UNet cannot use these latents.",
                 "Use a VAE that was made for this model.",
             )
-    if own.widths().vae_scale != base.widths().vae_scale:
+    if own.vae_widths().scale != base.vae_widths().scale:
         raise CheckpointError(
-            f"{base.vae} divides sides by {base.widths().vae_scale}, and the model's own VAE by "
-            f"{own.widths().vae_scale}.",
+            f"{base.vae} divides sides by {base.vae_widths().scale}, and the model's own VAE by "
+            f"{own.vae_widths().scale}.",
             "Use a VAE that was made for this model.",
         )
 
@@ -164,7 +164,7 @@ def _check_preset(base: Checkpoint) -> None:
             f"The preset {preset.name} is for {names}, and {base.root} is a {FAMILY_TITLES[base.family]}.",
             f"Choose one of {', '.join(one.name for one in PRESETS.values() if base.family in one.families)}.",
         )
-    embeds_guidance = base.widths().timestep_cond > 0
+    embeds_guidance = base.unet_widths().timestep_cond > 0
     if embeds_guidance != preset.embeds_guidance:
         takes = "takes the guidance scale as an input" if embeds_guidance else "takes no guidance scale as an input"
         raise CheckpointError(

@@ -6,10 +6,9 @@ and a stage that uses it (model/pipeline/stages.py). Imports no torch.
 
 from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from model.engines import signatures
-from model.engines.signatures import Widths
 from model.store.manifest import Family, Signature
 from model.store.precision import Dtype
 from model.validation import BAND_COUNTS
@@ -46,7 +45,7 @@ class ComponentSpec:
     name: its name in a manifest.
     part, checkpoint_folder: where its weights are read from.
     wrapper: its entry in `engine_builder.networks.wrappers`.
-    signature: the tensors that it takes and returns.
+    signature: the tensors that it takes and returns, for the widths of a network of its kind.
     batch_unit: what one entry of its batch is.
     stream: the CUDA stream that it runs on.
     by_step: with phase "step", the inputs that differ by step. Conditioning has one entry for each step for these
@@ -66,7 +65,7 @@ class ComponentSpec:
     part: Part
     checkpoint_folder: str
     wrapper: str
-    signature: Callable[[Widths, Dtype], Signature]
+    signature: Callable[[Any, Dtype], Signature]
     phase: Phase
     batch_unit: BatchUnit
     stream: Stream = "text"

@@ -17,7 +17,7 @@ from model.settings import Limits
 from model.store.manifest import Bucket, Signature, Span, TensorSpec
 from tests.support.linear_networks import PLAIN, WIDTHS, Stub, linear_model
 
-SAMPLE, SHIFT = (TensorSpec(name=name, dtype="float32", shape=WIDTHS.latents) for name in ("sample", "shift"))
+SAMPLE, SHIFT = (TensorSpec(name=name, dtype="float32", shape=WIDTHS.vae.latents) for name in ("sample", "shift"))
 TYPES = Signature(inputs=(SAMPLE, TensorSpec(name="scale", dtype="float32", shape=("rows", 1))), outputs=(SHIFT,))
 SHIFTER = ComponentSpec("shifter", "base", "", "", lambda *_: TYPES, "step", "cfg_half", by_step=("scale",), feeds=UNET)
 
