@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from engine_builder.checkpoints.folder import (
-    FAMILY_TITLES,
     Checkpoint,
     CheckpointConfig,
     CheckpointError,
     parse_named_path,
 )
+from model.pipeline.components import FAMILIES
 from model.pipeline.spec import CONTROLNET
 from model.validation import MAX_CONTROL_TYPES
 
@@ -68,7 +68,7 @@ def _check_config(base: Checkpoint, config: CheckpointConfig, path: Path) -> Non
 def _check_union(base: Checkpoint, config: Mapping[str, Any], path: Path) -> None:
     if base.family != "sdxl":
         raise CheckpointError(
-            f"{path} is a Union network, and {base.root} a {FAMILY_TITLES[base.family]}. Only those for Stable "
+            f"{path} is a Union network, and {base.root} a {FAMILIES[base.family].title}. Only those for Stable "
             "Diffusion XL are supported.",
             _CONTROLNET_REMEDY,
         )

@@ -17,6 +17,7 @@ from engine_builder.checkpoints.presets import Preset
 from engine_builder.files import read_file
 from model.engines.signatures import TextEncoderWidths, UnetWidths, VaeWidths
 from model.errors import PreheatError
+from model.pipeline.components import FAMILIES
 from model.pipeline.spec import CONTROLNET, IMAGE_ENCODER, SAFETY_CHECKER
 from model.store.manifest import Family
 from model.validation import COMPONENT_NAME
@@ -27,13 +28,6 @@ TEXT_LIMIT = 64 * 2**20  # bytes of a configuration or a vocabulary; SDXL's larg
 _MAX_LEVELS = 8
 _MAX_DIMENSION = 2**20  # in a config.json; SDXL's largest is its vocabulary, 49,408
 _SHARD = re.compile(r"-\d{5}-of-(\d{5})")  # in the name of one of several files that hold a network's weights
-
-FAMILY_TITLES: dict[Family, str] = {"sdxl": "Stable Diffusion XL", "sd": "Stable Diffusion 1 or 2"}
-# The class of diffusers' own and of community pipelines in model_index.json.
-_PIPELINE_CLASSES: dict[Family, str] = {
-    "sdxl": r"(StableDiffusionXL|SDXL)\w*Pipeline",
-    "sd": r"StableDiffusion(Img2Img|Inpaint)?Pipeline|LatentConsistencyModel(Img2Img)?Pipeline",
-}
 
 
 class CheckpointError(PreheatError):
@@ -142,12 +136,13 @@ class Checkpoint:
         name = self.index.get("_class_name")
         if isinstance(name, list) and len(name) == 2:
             name = name[1]  # a community pipeline: its module and its class
-        for family, pattern in _PIPELINE_CLASSES.items():
-            if isinstance(name, str) and re.fullmatch(pattern, name):
-                return family
+        for family in FAMILIES.values():
+            if isinstance(name, str) and re.fullmatch(family.pipelines, name):
+                return family.name
         raise CheckpointError(
             f"{self.root}/model_index.json: _class_name is {name!r:.80}, not a pipeline of "
-            f"{' or '.join(FAMILY_TITLES.values())} (StableDiffusionXLPipeline, StableDiffusionPipeline)."
+            f"{' or '.join(family.title for family in FAMILIES.values())} (StableDiffusionXLPipeline, "
+            "StableDiffusionPipeline)."
         )
 
     def vae_widths(self) -> VaeWidths:
@@ -167,7 +162,7 @@ class Checkpoint:
 
     def unet_widths(self) -> UnetWidths:
         """Return the sizes of the UNet. Raises CheckpointError if the VAE or the text encoders do not fit it."""
-        unet, vae, family = self.config("unet"), self.vae_widths(), self.family
+        unet, vae, family = self.config("unet"), self.vae_widths(), FAMILIES[self.family]
         extra_channels = unet.size("in_channels") - vae.latent_channels
         if extra_channels not in (0, 1 + vae.latent_channels):
             raise CheckpointError(
@@ -181,12 +176,11 @@ class Checkpoint:
                 "channels.",
                 "Use the VAE and the UNet of one model.",
             )
-        *others, last = ("text_encoder",) if family == "sd" else ("text_encoder", "text_encoder_2")
-        texts = [
-            self.text_widths(folder) for folder in (last, *others) if folder == last or self.folder(folder).is_dir()
-        ]
+        *others, last = (family.components[name].checkpoint_folder for name, _ in family.base.text_encoders)
+        others = [folder for folder in others if self.folder(folder).is_dir()]  # a refiner has the last one only
+        texts = [self.text_widths(folder) for folder in (last, *others)]
         pooled_width = time_ids = 0
-        if family == "sdxl":
+        if family.takes_sizes:
             pooled_width = self.config(last).size("projection_dim")
             embedded = unet.size("projection_class_embeddings_input_dim") - pooled_width
             time_ids, rest = divmod(embedded, unet.size("addition_time_embed_dim"))

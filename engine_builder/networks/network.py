@@ -27,7 +27,8 @@ from engine_builder.networks.text import add_embedding_rows
 from engine_builder.networks.wrappers import WRAPPERS
 from model.engines.shapes import DTYPES
 from model.engines.signatures import UnetWidths
-from model.pipeline.spec import IMAGE_ENCODER, IP_ADAPTER, UNET_IP, find_component
+from model.pipeline.components import find_component
+from model.pipeline.spec import IMAGE_ENCODER, IP_ADAPTER, UNET_IP
 from model.store.manifest import Signature
 from model.store.precision import Precision
 from model.weights.layout import LAYOUTS, Layout

@@ -15,15 +15,8 @@ from model.engines.signatures import (
     residuals_of,
 )
 from model.errors import EngineError
-from model.pipeline.spec import (
-    IMAGE_ENCODER,
-    IP_ADAPTER,
-    UNET_CONTROLLED,
-    UNET_IP,
-    ComponentSpec,
-    find_component,
-    ip_adapters_of,
-)
+from model.pipeline.components import find_component
+from model.pipeline.spec import IMAGE_ENCODER, IP_ADAPTER, UNET_CONTROLLED, UNET_IP, ComponentSpec, ip_adapters_of
 from model.store.manifest import Signature, TensorSpec
 
 # Only names are compared, so the sizes do not matter.

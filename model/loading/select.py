@@ -10,6 +10,7 @@ from model.engines.tensorrt.libraries import LIBRARIES
 from model.errors import ConfigError, EngineError, MissingComponent, NoEngineForTarget
 from model.loading.runtimes import can_run, servable_engines, sort_fastest_first, version_of
 from model.loading.target import Target
+from model.pipeline.components import FAMILIES, control_components, find_component, ip_components, unets
 from model.pipeline.spec import (
     ADDED_COMPONENTS,
     LOW_RANK,
@@ -17,15 +18,9 @@ from model.pipeline.spec import (
     UNET,
     VAE_DECODER,
     ComponentSpec,
-    components_of,
-    control_components,
     controlnets_of,
-    find_component,
     ip_adapters_of,
-    ip_components,
     model_parts,
-    tokenizers_of,
-    unets,
 )
 from model.settings import ServedBucket, ServedPrecision
 from model.store.manifest import Blob, Bucket, EngineRecord, Fp16Steps, Manifest, WeightsRecord
@@ -197,13 +192,12 @@ def _fp16_steps(manifest: Manifest, unet: Precision, configured: ServedPrecision
 
 def required_components(manifest: Manifest) -> tuple[str, ...]:
     """Return the components that serving this release needs. Raises MissingComponent naming those that it lacks."""
-    names = tuple(
-        spec.name for spec in components_of(manifest.family, model_parts(manifest.has_refiner)) if not spec.optional
-    )
+    family, parts = FAMILIES[manifest.family], model_parts(manifest.has_refiner)
+    names = tuple(spec.name for spec in family.specs(*parts) if not spec.optional)
     missing = [name for name in names if name not in manifest.architectures]
     missing += [name for name in names if name not in {weights.component for weights in manifest.weights}]
-    missing += [name for name in tokenizers_of(manifest.family) if name not in manifest.tokenizers]
-    missing += [f"{part} scheduler" for part in model_parts(manifest.has_refiner) if part not in manifest.schedulers]
+    missing += [name for name in family.tokenizers if name not in manifest.tokenizers]
+    missing += [f"{part} scheduler" for part in parts if part not in manifest.schedulers]
     if missing:
         raise MissingComponent(f"Release {manifest.name} lacks {', '.join(dict.fromkeys(missing))}.")
     return names
@@ -220,7 +214,7 @@ def optional_components(
     def has_engines(name: str) -> bool:
         return bool(servable_engines(manifest, name, target, precision))
 
-    specs = [spec for spec in components_of(manifest.family, model_parts(manifest.has_refiner)) if spec.optional]
+    specs = [spec for spec in FAMILIES[manifest.family].specs(*model_parts(manifest.has_refiner)) if spec.optional]
     specs += LOW_RANK.values() if with_adapters else ()
     names = [spec.name for spec in specs if has_engines(spec.name)]
     added = (components for components in _added_components(manifest) if all(map(has_engines, components)))

@@ -17,14 +17,11 @@ from model.engines.signatures import timestep_cond_width
 from model.pipeline.guidance import scale_by_step
 from model.pipeline.loaded_model import LoadedModel, LoopKey
 from model.pipeline.params import REPAINTED_LEVEL, GenerationParams, ImagePrompt
-from model.pipeline.spec import BASE, REFINER, UNET, UNET_LORA, Denoiser
+from model.pipeline.spec import UNET, UNET_LORA, Denoiser, TimeIds
 from model.pipeline.vae import LatentDistribution
 from model.prompts.prompt_warnings import prompt_warnings
 from model.prompts.tokenizer import ClipTokenizer
 from model.prompts.weighted_prompt import Chunks, plain_chunks, weighted_chunks
-from model.store.manifest import RefinerFacts
-
-AESTHETIC_SCORE, NEGATIVE_AESTHETIC_SCORE = 6.0, 2.5  # diffusers' defaults for the refiner
 
 CfgConditioning = tuple[Conditioning, Conditioning | None]
 """Conditional and unconditional; None if no step is guided."""
@@ -52,7 +49,7 @@ class DenoisePlan:
     guidance: float32 [steps], the same scales, but at least 1.
     guided: True if some step has an unconditional half. A UNet that embeds the guidance scale has none.
     zero_negative: True if the unconditional half has zeros in place of an encoded text.
-    time_ids: of the conditional and of the unconditional half: sizes, and the aesthetic score of some refiners.
+    time_ids: see `Family`.
     controls: the ControlNets in use, by name.
     image_prompts: the IP-Adapters in use.
     """
@@ -62,7 +59,7 @@ class DenoisePlan:
     guidance: NDArray[np.float32]
     guided: bool
     zero_negative: bool
-    time_ids: tuple[list[float], list[float]]
+    time_ids: TimeIds
     controls: Mapping[str, ControlPlan] = field(default_factory=dict)
     image_prompts: tuple[ImagePrompt, ...] = ()
 
@@ -212,10 +209,10 @@ def _plan_pass(
     if params.image is not None:
         source = _source(model, params, levels)
         run_schedule = skip_steps(whole_schedule, whole_schedule.order * skipped_steps(params.strength, steps))
-    schedules = [(BASE, run_schedule)]
+    schedules = [(model.family.base, run_schedule)]
     if params.use_refiner:
-        base, refiner = split_schedule(run_schedule, noise_schedule, params.denoising_frac)
-        schedules = [(BASE, base), (REFINER, refiner)]
+        both = split_schedule(run_schedule, noise_schedule, params.denoising_frac)
+        schedules = list(zip(model.family.denoisers, both, strict=True))
     scales, start = scale_by_step(params, run_schedule.steps, run_schedule.order), 0
     denoise: dict[str, DenoisePlan] = {}
     for denoiser, schedule in schedules:
@@ -233,14 +230,13 @@ def _plan_pass(
         texts=texts,
         denoise=denoise,
         warnings=_warnings(model, params, schedules[-1][1], texts[_last_tokenizer(model)], prompt_fields)
-        + _unused_controls(params, denoise),
+        + _unused_controls(params, denoise.get(model.family.base.unet)),
         source=source,
     )
 
 
-def _unused_controls(params: GenerationParams, denoise: Mapping[str, DenoisePlan]) -> list[str]:
+def _unused_controls(params: GenerationParams, base: DenoisePlan | None) -> list[str]:
     """Describe the ControlNets that no step uses, although their scale is not 0."""
-    base = denoise.get(BASE.unet)
     steps = 0 if base is None else base.schedule.steps
     return [
         f"controls.{number}: no step of {steps} lies between start {control.start:g} and end {control.end:g}; "
@@ -288,12 +284,12 @@ def embeds_guidance(model: LoadedModel, denoiser: Denoiser) -> bool:
 
     It then runs once per step, and no negative prompt reaches it.
     """
-    return timestep_cond_width(model.engines[denoiser.unet_time].signature) > 0
+    return timestep_cond_width(model.engines[denoiser.time].signature) > 0
 
 
 def _last_tokenizer(model: LoadedModel) -> str:
     """Return the name of the tokenizer of the last text encoder. A model's tokenizers drop the same tokens."""
-    return BASE.encoders(model.engines)[-1][1]
+    return model.family.base.text_encoders[-1][1]
 
 
 def _denoise_plan(
@@ -301,21 +297,14 @@ def _denoise_plan(
 ) -> DenoisePlan:
     settings = model.settings.refiner if denoiser.part == "refiner" else model.settings
     assert settings is not None
-    guidance = np.maximum(scales, 1.0).astype(np.float32)
-    size = (params.height, params.width)
-    original, target = params.original_size or size, params.target_size or size
-    own: list[float] = [*original, *params.crop, *target]
-    time_ids: tuple[list[float], list[float]] = (own, own)
-    if isinstance(settings, RefinerFacts) and settings.requires_aesthetics_score:
-        # diffusers' default: the negative prompt has the original size and no crop.
-        time_ids = ([*original, *params.crop, AESTHETIC_SCORE], [*original, 0, 0, NEGATIVE_AESTHETIC_SCORE])
+    guidance, size = np.maximum(scales, 1.0).astype(np.float32), (params.height, params.width)
     return DenoisePlan(
         schedule,
         scales,
         guidance,
         guided=bool((guidance > 1).any()) and not embeds_guidance(model, denoiser),
         zero_negative=params.negative_prompt is None and settings.force_zeros_for_empty_prompt,
-        time_ids=time_ids,
+        time_ids=model.family.time_ids(params.original_size or size, params.crop, params.target_size or size, settings),
         controls=_plan_controls(params, schedule.steps) if denoiser.part == "base" else {},
         image_prompts=params.image_prompts if denoiser.part == "base" else (),
     )
@@ -353,8 +342,9 @@ def _warnings(
         for name, prompt, text in zip(prompt_fields, prompts, texts, strict=True)
         for warning in prompt_warnings(name, prompt, params.prompt_syntax, text, read)
     ]
-    if params.negative_prompt and params.guidance_scale > 1 and embeds_guidance(model, BASE):
-        refiner_reads_it = params.use_refiner and last_schedule.steps and not embeds_guidance(model, REFINER)
+    if params.negative_prompt and params.guidance_scale > 1 and embeds_guidance(model, model.family.base):
+        last = model.family.denoisers[-1]
+        refiner_reads_it = params.use_refiner and last_schedule.steps and not embeds_guidance(model, last)
         warnings.append(
             f"{prompt_fields[1]}: this model's UNet takes the guidance scale as an input and reads no negative prompt"
             f"{'; only the refiner does' if refiner_reads_it else ''}."

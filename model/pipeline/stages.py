@@ -20,7 +20,7 @@ from model.pipeline.overflow import CHECKS, IMAGE, LATENTS, PIXELS, TEXT, is_fin
 from model.pipeline.prompt import encode_prompt
 from model.pipeline.request_plan import CfgConditioning, RequestPlan
 from model.pipeline.safety import check_image
-from model.pipeline.spec import BASE, REFINER, Denoiser
+from model.pipeline.spec import Part
 from model.pipeline.vae import decode_latents
 
 _ENCODED = (KEYS_VALUES, "time_embeds", IMAGE_KEYS, IMAGE_VALUES)  # inputs of a UNet that prompts and images become
@@ -49,17 +49,17 @@ class Stage(Protocol):
 class EncodePrompt:
     """Set an image's conditioning for one UNet. The prompts are encoded once for all images of a request."""
 
-    denoiser: Denoiser
+    part: Part
     timing: str
 
     def run(self, model: LoadedModel, plan: RequestPlan, image: ImageState) -> None:
-        unet = self.denoiser.unet
-        if unet not in plan.denoise:
+        denoiser = model.family.denoiser(self.part)
+        if denoiser is None or (unet := denoiser.unet) not in plan.denoise:
             return
         references = plan.encoded.setdefault(unet, [])
         if not references:
             # One reference for each image. The tensors are freed when the last image has taken its reference.
-            encoded = encode_prompt(model, plan, self.denoiser)
+            encoded = encode_prompt(model, plan, denoiser)
             references += [(encoded, _are_finite(encoded))] * plan.params.num_images
         (cond, uncond), finite = references.pop()
         image.cond = _copy_inputs(cond)
@@ -99,12 +99,12 @@ class PrepareLatents:
 class Denoise:
     """Prepare an image for its steps on one UNet. The refiner continues with the base's latents and generator."""
 
-    denoiser: Denoiser
+    part: Part
     timing: str
 
     def run(self, model: LoadedModel, plan: RequestPlan, image: ImageState) -> LoopKey | None:
-        unet = self.denoiser.unet
-        if (denoise_plan := plan.denoise.get(unet)) is None:
+        denoiser = model.family.denoiser(self.part)
+        if denoiser is None or (denoise_plan := plan.denoise.get(unet := denoiser.unet)) is None:
             return None
         image.schedule, image.guidance, image.step = denoise_plan.schedule, denoise_plan.guidance, 0
         image.controls = {name: control.scales for name, control in denoise_plan.controls.items()}
@@ -137,10 +137,10 @@ class Decode:
 
 
 STAGES: tuple[Stage, ...] = (
-    EncodePrompt(BASE, timing="text"),
+    EncodePrompt("base", timing="text"),
     PrepareLatents(),
-    Denoise(BASE, timing="denoise"),
-    EncodePrompt(REFINER, timing="refine"),
-    Denoise(REFINER, timing="refine"),
+    Denoise("base", timing="denoise"),
+    EncodePrompt("refiner", timing="refine"),
+    Denoise("refiner", timing="refine"),
     Decode(),
 )

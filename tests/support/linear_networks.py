@@ -11,9 +11,9 @@ from model.denoising.noise_schedule import NoiseSchedule
 from model.engines import shapes
 from model.engines.engine import EngineSet
 from model.engines.signatures import TextEncoderWidths, UnetWidths, VaeWidths
+from model.pipeline.components import FAMILIES
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import GenerationParams
-from model.pipeline.spec import SDXL
 from model.prompts.tokenizer import Piece
 from model.store.manifest import ModelFacts, RefinerFacts, Signature
 
@@ -91,7 +91,7 @@ def linear_model() -> LoadedModel:
     refiner = widths | {"unet": REFINER_WIDTHS}
     signatures = {
         name: one.signature((refiner if one.part == "refiner" else widths)[one.checkpoint_folder], "float32")
-        for name, one in SDXL.items()
+        for name, one in FAMILIES["sdxl"].components.items()
     }
     return LoadedModel(
         engines={name: EngineSet([Stub(name, signature)]) for name, signature in signatures.items()},
@@ -107,6 +107,7 @@ def linear_model() -> LoadedModel:
             refiner=RefinerFacts(force_zeros_for_empty_prompt=False, requires_aesthetics_score=True),
         ),
         device=torch.device("cpu"),
+        family=FAMILIES["sdxl"],
     )
 
 

@@ -43,7 +43,7 @@ from model.pipeline.image_to_image import draw_latents, prepare_from_image
 from model.pipeline.params import Control, GenerationParams, Mask
 from model.pipeline.prompt import encode_prompt
 from model.pipeline.request_plan import RequestPlan, plan_request
-from model.pipeline.spec import BASE, UNET
+from model.pipeline.spec import UNET
 from model.store.manifest import Signature
 from model.validation import RANDOM_SEED, SEED_COUNT
 
@@ -72,7 +72,7 @@ class Condition(PipelineModel):
     def _open(self, name: str, config: Mapping[str, Any], args: Mapping[str, str]) -> None:
         super()._open(name, config, args)
         signatures = {engine.component: engine.signature for engine in self.manifest.engines}
-        encoders = [encoder for encoder, _ in BASE.encoders(self.manifest.architectures)]
+        encoders = [encoder for encoder, _ in self.model.family.base.text_encoders]
         self._encoders = {encoder: _Elsewhere(encoder, signatures[encoder]) for encoder in encoders}
         self.model.engines |= self._encoders | {UNET: _Elsewhere(UNET, signatures[UNET])}
 
@@ -90,7 +90,9 @@ class Condition(PipelineModel):
         guidance = next(iter(plan_request(self.model, params).denoise.values())).guidance
         # Both texts are encoded also for a request without guidance, so that all requests have equal shapes.
         plan = plan_request(self.model, params if self.texts == 1 else replace(params, guidance_scale=_GUIDED))
-        conditioning = [text.inputs for text in encode_prompt(self.model, plan, BASE) if text is not None]
+        conditioning = [
+            text.inputs for text in encode_prompt(self.model, plan, self.model.family.base) if text is not None
+        ]
         [image] = plan.images()
         start, draws = self._start(plan, image)
         rows = torch.from_numpy(pad_schedules([image.schedule], self.steps)[1][0])
