@@ -21,8 +21,7 @@ from engine_builder.networks.unet import (
     resnets,
     time_network,
 )
-from model.pipeline.components import control_components
-from model.pipeline.spec import CONTROLNET_TEXT, ComponentSpec
+from model.pipeline.spec import CONTROLNET_TEXT, ComponentSpec, control_components
 
 _TIME_PARAMETERS = ("time_embedding.", "add_embedding.", "control_add_embedding.")
 _IMAGE_PARAMETERS = ("controlnet_cond_embedding.", "task_embedding", "transformer_layes.", "spatial_ch_projs.")

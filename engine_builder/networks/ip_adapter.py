@@ -15,7 +15,7 @@ from engine_builder.checkpoints.folder import Checkpoint, CheckpointError, IpAda
 from engine_builder.checkpoints.ip_adapter import REMEDY, open_adapter
 from engine_builder.networks.blocks import concat_linears
 from engine_builder.networks.unet import group_linears, keep_parameters, transformer_blocks
-from model.pipeline.components import ip_components
+from model.pipeline.spec import ip_components
 
 
 class ImageEncoderNetwork(nn.Module):

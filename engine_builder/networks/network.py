@@ -19,16 +19,19 @@ from safetensors import SafetensorError
 from torch import nn
 
 from engine_builder.checkpoints.folder import DOWNLOAD_AGAIN, Checkpoint, CheckpointError, variant_of
-from engine_builder.checkpoints.ip_adapter import open_adapter
+from engine_builder.checkpoints.ip_adapter import features_of_image, image_slots, open_adapter, tokens_of_image
+from engine_builder.checkpoints.safety_checker import checked_side
 from engine_builder.kernels.low_rank import LowRankUnetNetwork
+from engine_builder.networks.controlnet import control_type_count
 from engine_builder.networks.ip_adapter import image_encoder_network, read_ip_adapter
 from engine_builder.networks.quiet import quiet_libraries
 from engine_builder.networks.text import add_embedding_rows
+from engine_builder.networks.unet import residual_shapes, text_width, time_width
 from engine_builder.networks.wrappers import WRAPPERS
 from model.engines.shapes import DTYPES
-from model.engines.signatures import UnetWidths
+from model.engines.signatures import ImageEncoderWidths, IpAdapterWidths, SafetyCheckerWidths, UnetWidths
 from model.pipeline.components import find_component
-from model.pipeline.spec import IMAGE_ENCODER, IP_ADAPTER, UNET_IP
+from model.pipeline.spec import CONTROLNET, IMAGE_ENCODER, IP_ADAPTER, SAFETY_CHECKER, UNET_IP
 from model.store.manifest import Signature
 from model.store.precision import Precision
 from model.weights.layout import LAYOUTS, Layout
@@ -156,7 +159,7 @@ def load_network(
     read = load_meta_module if device == "meta" else (reader or ModuleReader()).read
     dtype = DTYPES[precision.storage]
     network = read(wrapper.package, wrapper.class_of(config), checkpoint, spec.checkpoint_folder, dtype)
-    widths = wrapper.widths(checkpoint, spec.checkpoint_folder, network)
+    widths = read_widths(checkpoint, spec.checkpoint_folder, network)
     if isinstance(widths, UnetWidths):
         widths = replace(widths, chunks=text_chunks)
         if component == UNET_IP and not checkpoint.controlnets:
@@ -188,6 +191,34 @@ def load_network(
     )
 
 
+def read_widths(checkpoint: Checkpoint, subfolder: str, network: nn.Module) -> object:
+    """Return the sizes that a component's signature takes, from its own network, config.json or file.
+
+    Those of an IP-Adapter depend on the UNet, which is its `network`.
+    """
+    kind, _, name = subfolder.partition(".")
+    if kind in ("unet", CONTROLNET):  # a ControlNet reads the UNet's texts, and embeds the same sizes
+        widths = checkpoint.unet_widths()
+        return replace(
+            widths,
+            time_embeds_width=time_width(network),
+            keys_values_width=text_width(network),
+            residuals=residual_shapes(network, widths.vae.scale),
+            control_types=control_type_count(network),
+            image_slots=image_slots(checkpoint) if checkpoint.ip_adapters else (1, 1),
+        )
+    if kind in (IMAGE_ENCODER, IP_ADAPTER):
+        files = checkpoint.ip_adapter(name)
+        features = features_of_image(checkpoint, files)
+        if kind == IMAGE_ENCODER:
+            return ImageEncoderWidths(checkpoint.config(subfolder).size("image_size"), features)
+        return IpAdapterWidths(features, tokens_of_image(checkpoint, files), text_width(network))
+    if kind == SAFETY_CHECKER:
+        concepts, special = (len(network.get_parameter(name)) for name in ("concept_embeds", "special_care_embeds"))
+        return SafetyCheckerWidths(checked_side(checkpoint), concepts, special)
+    return checkpoint.vae_widths() if kind == "vae" else checkpoint.text_widths(subfolder)
+
+
 def _placed(module: nn.Module, device: str, layout: Layout) -> nn.Module:
     """Return a module for inference on a device, with its weights in a layout."""
     module = module.to(device).eval().requires_grad_(False)
@@ -206,8 +237,8 @@ def _load_ip_adapter(
     layout = "plain" if plain else LAYOUTS.get(torch.device(device).type, "plain")
     unet_class = WRAPPERS["UnetNetwork"]
     unet = load_meta_module(unet_class.package, unet_class.class_name, checkpoint, "unet", dtype)
-    wrapper = WRAPPERS[spec.wrapper]
     if kind == IMAGE_ENCODER:
+        wrapper = WRAPPERS[spec.wrapper]
         read = load_meta_module if device == "meta" else (reader or ModuleReader()).read
         network = read(wrapper.package, wrapper.class_name, checkpoint, spec.checkpoint_folder, dtype)
         module = image_encoder_network(files, network)
@@ -215,7 +246,7 @@ def _load_ip_adapter(
     else:
         module = read_ip_adapter(files, unet, dtype, device)
         entries = architecture(checkpoint.config("unet"), component) | open_adapter(files).architecture
-    signature = spec.signature(wrapper.widths(checkpoint, spec.checkpoint_folder, unet), precision.io)
+    signature = spec.signature(read_widths(checkpoint, spec.checkpoint_folder, unet), precision.io)
     return Network(component, _placed(module, device, layout), signature, entries, precision, layout, None)
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import nn
 
-from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.kernels.low_rank import GuidedLowRankUnetNetwork, LowRankUnetNetwork
 from engine_builder.networks.controlnet import ControlnetImageNetwork, ControlnetNetwork, controlnet_time_network
 from engine_builder.networks.ip_adapter import ImageEncoderNetwork, IpAdapterNetwork
@@ -22,28 +21,18 @@ from engine_builder.networks.unet import (
     time_network,
 )
 from engine_builder.networks.vae import VaeDecoderNetwork, VaeEncoderNetwork
-from engine_builder.networks.widths import (
-    image_encoder_widths,
-    ip_adapter_widths,
-    safety_checker_widths,
-    text_widths,
-    unet_widths,
-    vae_widths,
-)
 
 
 @dataclass(frozen=True)
 class Wrapper:
     """A wrapper, and the class that reads its network from a checkpoint.
 
-    `widths` returns what the component's signature takes, from the checkpoint, the subfolder and the network (of an
-    IP-Adapter the UNet). `other_classes`: those that a network's config.json may name instead. `wrap` takes the network
-    and, if `accepts_winograd`, the option `use_winograd`, if `accepts_rank`, `rank`, and if `accepts_bands`, `bands`.
+    `other_classes`: those that a network's config.json may name instead. `wrap` takes the network and, if
+    `accepts_winograd`, the option `use_winograd`, if `accepts_rank`, `rank`, and if `accepts_bands`, `bands`.
     """
 
     package: str
     class_name: str
-    widths: Callable[[Checkpoint, str, nn.Module], object]
     wrap: Callable[..., nn.Module]
     accepts_winograd: bool = False
     accepts_rank: bool = False
@@ -56,14 +45,14 @@ class Wrapper:
         return str(name) if name in self.other_classes else self.class_name
 
 
-_CONTROLNET = ("diffusers", "ControlNetModel", unet_widths)
+_CONTROLNET = ("diffusers", "ControlNetModel")
 _UNION = ("ControlNetUnionModel",)
-_UNET = ("diffusers", "UNet2DConditionModel", unet_widths)
+_UNET = ("diffusers", "UNet2DConditionModel")
 # A component or variant names its wrapper in `model.pipeline.spec`.
 WRAPPERS = {
-    "TextNetwork": Wrapper("transformers", "CLIPTextModel", text_widths, TextNetwork),
-    "FinalTextNetwork": Wrapper("transformers", "CLIPTextModel", text_widths, FinalTextNetwork),
-    "PooledTextNetwork": Wrapper("transformers", "CLIPTextModelWithProjection", text_widths, PooledTextNetwork),
+    "TextNetwork": Wrapper("transformers", "CLIPTextModel", TextNetwork),
+    "FinalTextNetwork": Wrapper("transformers", "CLIPTextModel", FinalTextNetwork),
+    "PooledTextNetwork": Wrapper("transformers", "CLIPTextModelWithProjection", PooledTextNetwork),
     "UnetTextNetwork": Wrapper(*_UNET, UnetTextNetwork),
     "UnetTimeNetwork": Wrapper(*_UNET, time_network),
     "UnetNetwork": Wrapper(*_UNET, UnetNetwork, accepts_winograd=True),
@@ -73,22 +62,17 @@ WRAPPERS = {
     "BandUnetNetwork": Wrapper(*_UNET, BandUnetNetwork, accepts_bands=True),
     "ControlledUnetNetwork": Wrapper(*_UNET, ControlledUnetNetwork, accepts_winograd=True),
     "ImagePromptUnetNetwork": Wrapper(*_UNET, ImagePromptUnetNetwork, accepts_winograd=True),
-    "ImageEncoderNetwork": Wrapper(
-        "transformers", "CLIPVisionModelWithProjection", image_encoder_widths, ImageEncoderNetwork
-    ),
-    "IpAdapterNetwork": Wrapper(
-        "diffusers", "IPAdapter", ip_adapter_widths, IpAdapterNetwork
-    ),  # of a file, not of a class's folder
+    "ImageEncoderNetwork": Wrapper("transformers", "CLIPVisionModelWithProjection", ImageEncoderNetwork),
+    "IpAdapterNetwork": Wrapper("diffusers", "IPAdapter", IpAdapterNetwork),  # of a file, not of a class's folder
     "ControlnetTextNetwork": Wrapper(*_CONTROLNET, UnetTextNetwork, other_classes=_UNION),
     "ControlnetTimeNetwork": Wrapper(*_CONTROLNET, controlnet_time_network, other_classes=_UNION),
     "ControlnetImageNetwork": Wrapper(*_CONTROLNET, ControlnetImageNetwork, other_classes=_UNION),
     "ControlnetNetwork": Wrapper(*_CONTROLNET, ControlnetNetwork, accepts_winograd=True, other_classes=_UNION),
-    "VaeEncoderNetwork": Wrapper("diffusers", "AutoencoderKL", vae_widths, VaeEncoderNetwork),
-    "VaeDecoderNetwork": Wrapper("diffusers", "AutoencoderKL", vae_widths, VaeDecoderNetwork),
+    "VaeEncoderNetwork": Wrapper("diffusers", "AutoencoderKL", VaeEncoderNetwork),
+    "VaeDecoderNetwork": Wrapper("diffusers", "AutoencoderKL", VaeDecoderNetwork),
     "SafetyCheckerNetwork": Wrapper(
         "diffusers.pipelines.stable_diffusion.safety_checker",
         "StableDiffusionSafetyChecker",
-        safety_checker_widths,
         SafetyCheckerNetwork,
     ),
 }

@@ -21,13 +21,14 @@ from model.denoising.sampler_names import sampler_name
 from model.denoising.samplers import COEFFICIENTS, KNOWN_COEFFICIENTS, sampler_schedule
 from model.engines.signatures import KEYS_VALUES, TIMESTEP_COND, control_types
 from model.loading.served import read_defaults
-from model.pipeline.components import FAMILIES, control_components
+from model.pipeline.components import FAMILIES
 from model.pipeline.spec import (
     CONTROL_COMPONENTS,
     CONTROLNET,
     CONTROLNET_TIME,
     VAE_DECODER,
     VAE_ENCODER,
+    control_components,
     controlnets_of,
 )
 from model.store.manifest import Blob, EngineRecord, Manifest, TensorSpec

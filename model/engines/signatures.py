@@ -76,13 +76,10 @@ class UnetWidths:
 
 @dataclass(frozen=True)
 class ImageEncoderWidths:
-    """The sizes of an IP-Adapter's image encoder.
+    """The sizes of an IP-Adapter's image encoder."""
 
-    side: pixels of the square that it takes. features: its output of an image, (width,) or (tokens, width).
-    """
-
-    side: int
-    features: tuple[int, ...]
+    side: int  # pixels of the square that it takes
+    features: tuple[int, ...]  # its output of an image, (width,) or (tokens, width)
 
 
 @dataclass(frozen=True)

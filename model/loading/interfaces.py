@@ -5,15 +5,7 @@ from dataclasses import replace
 
 from model.engines import signatures
 from model.engines.engine import EngineSet
-from model.engines.signatures import (
-    IMAGE_BIAS,
-    IMAGE_FEATURES,
-    IMAGE_KEYS,
-    IMAGE_VALUES,
-    UnetWidths,
-    VaeWidths,
-    residuals_of,
-)
+from model.engines.signatures import IMAGE_BIAS, IMAGE_FEATURES, IMAGE_KEYS, IMAGE_VALUES, UnetWidths, VaeWidths
 from model.errors import EngineError
 from model.pipeline.components import find_component
 from model.pipeline.spec import IMAGE_ENCODER, IP_ADAPTER, UNET_CONTROLLED, UNET_IP, ComponentSpec, ip_adapters_of
@@ -31,7 +23,7 @@ def check_interfaces(engines: Mapping[str, EngineSet]) -> None:
     """Raise EngineError for a component whose engines have the inputs or outputs of another one."""
     pools_text = any(find_component(name)[0].signature is signatures.pooled_text_signature for name in engines)
     unet = _UNET if pools_text else replace(_UNET, pooled_width=0)
-    residuals = residuals_of(engines[UNET_CONTROLLED].signature) if UNET_CONTROLLED in engines else ()
+    residuals = signatures.residuals_of(engines[UNET_CONTROLLED].signature) if UNET_CONTROLLED in engines else ()
     for name, engine_set in engines.items():
         spec, _ = find_component(name)
         actual, expected = _names(engine_set.signature), _expected_names(spec, unet, residuals)
@@ -54,7 +46,7 @@ def _check_ip_adapters(engines: Mapping[str, EngineSet], residuals: Sequence[Ten
     """Raise EngineError if the tensors that an IP-Adapter's networks pass on have different shapes."""
     unet = engines[UNET_IP].signature
     inputs = {spec.name: spec.shape for spec in unet.inputs}
-    own_residuals = residuals_of(unet)
+    own_residuals = signatures.residuals_of(unet)
     problem = (
         "the shapes of the ControlNets' outputs"
         if residuals and own_residuals and (_shapes(residuals) != _shapes(own_residuals))

@@ -22,7 +22,7 @@ from model.engines.tensorrt.libraries import (
 from model.engines.tensorrt.runtime_caches import RuntimeCacheFolder
 from model.loading.target import Target, detect_targets
 from model.pipeline.components import COMPONENTS, FAMILIES, unets
-from model.pipeline.spec import UNET, UNET_GUIDED
+from model.pipeline.spec import UNET_GUIDED
 from model.settings import RuntimeChoice
 from model.store.blob_cache import RUNTIME_CACHES
 from model.store.manifest import EngineRecord, Manifest
@@ -130,7 +130,8 @@ def servable_engines(
     gets the one that goes with it (fp16 with fp8), and otherwise the first of SERVED_FIRST that it has.
     """
     engines = _engines_of(manifest, component, target)
-    of_unet = precision or _first({engine.precision for engine in _engines_of(manifest, UNET, target)}, SERVED_FIRST)
+    unets_of_base = _engines_of(manifest, FAMILIES[manifest.family].base.unet, target)
+    of_unet = precision or _first({engine.precision for engine in unets_of_base}, SERVED_FIRST)
     preferred = (of_unet, of_unet.unquantized, *SERVED_FIRST) if of_unet else SERVED_FIRST
     served = _first({engine.precision for engine in engines}, preferred)
     return [engine for engine in engines if engine.precision == served]

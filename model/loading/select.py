@@ -10,16 +10,17 @@ from model.engines.tensorrt.libraries import LIBRARIES
 from model.errors import ConfigError, EngineError, MissingComponent, NoEngineForTarget
 from model.loading.runtimes import can_run, servable_engines, sort_fastest_first, version_of
 from model.loading.target import Target
-from model.pipeline.components import FAMILIES, control_components, find_component, ip_components, unets
+from model.pipeline.components import FAMILIES, find_component, unets
 from model.pipeline.spec import (
     ADDED_COMPONENTS,
     LOW_RANK,
     SAFETY_CHECKER,
-    UNET,
     VAE_DECODER,
     ComponentSpec,
+    control_components,
     controlnets_of,
     ip_adapters_of,
+    ip_components,
     model_parts,
 )
 from model.settings import ServedBucket, ServedPrecision
@@ -122,11 +123,12 @@ def select(
     engines |= {name: records for name, records in chosen.items() if records and name not in incomplete}
     if with_safety_checker:
         engines[SAFETY_CHECKER] = _choose_safety_checker(manifest, target)
-    fp16_steps = _fp16_steps(manifest, engines[UNET][0].precision, precision)
-    if precision.compares and not engines[UNET][0].precision.is_quantized:
+    unet = FAMILIES[manifest.family].base.unet
+    fp16_steps = _fp16_steps(manifest, engines[unet][0].precision, precision)
+    if precision.compares and not engines[unet][0].precision.is_quantized:
         raise ConfigError(
             f"compare_every compares images of 8-bit UNets with fp16, and release {manifest.name} is served in "
-            f"{engines[UNET][0].precision}.",
+            f"{engines[unet][0].precision}.",
             "Set `precision` to an 8-bit precision of the release, or remove `compare_every` from the config.",
         )
     remedies = []
@@ -147,9 +149,9 @@ def select(
             for engine in choose_variants(manifest, find_component(name)[0], records, bands)
             if bands == 1 or not buckets or any(_serves(engine.bucket, bucket) for bucket in buckets)
         ]
-    if bands > 1 and all(engine.component == UNET for engine in engines[UNET]):
+    if bands > 1 and all(engine.component == unet for engine in engines[unet]):
         raise NoEngineForTarget(
-            f"Release {manifest.name} has no {UNET} engine in {engines[UNET][0].precision} for {bands} bands on "
+            f"Release {manifest.name} has no {unet} engine in {engines[unet][0].precision} for {bands} bands on "
             f"{target} in the served sizes.",
             f"Build it (`preheat build --bands {bands}`) and publish a new release, or set bands_per_image to 1.",
         )

@@ -5,8 +5,8 @@ A component is one network, and `ComponentSpec` has its facts. A new network is 
 builder, and a stage that uses it (model/pipeline/stages.py). Imports no torch.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from model.engines import signatures
@@ -246,6 +246,32 @@ ADDED_COMPONENTS: Components = CONTROL_COMPONENTS | IP_COMPONENTS
 def model_parts(has_refiner: bool) -> tuple[Part, ...]:
     """Return the parts of a model without or with a refiner."""
     return ("base", "refiner") if has_refiner else ("base",)
+
+
+def added_component(name: str) -> ComponentSpec | None:
+    """Return the component of a ControlNet or an IP-Adapter that has this name in a manifest, or None."""
+    kind, _, own_name = name.partition(".")
+    spec = ADDED_COMPONENTS.get(kind)
+    if spec is None or not own_name:
+        return spec
+    return replace(spec, name=name, checkpoint_folder=f"{spec.checkpoint_folder}.{own_name}")
+
+
+def control_components(controlnets: Collection[str]) -> tuple[ComponentSpec, ...]:
+    """Return the components that a build with these ControlNets may add, in the order in which they are built."""
+    if not controlnets:
+        return ()
+    kinds = (CONTROLNET_TEXT, CONTROLNET_TIME, CONTROLNET_IMAGE, CONTROLNET)
+    names = [UNET_CONTROLLED, *(f"{kind}.{controlnet}" for controlnet in controlnets for kind in kinds)]
+    return tuple(spec for name in names if (spec := added_component(name)))
+
+
+def ip_components(adapters: Collection[str]) -> tuple[ComponentSpec, ...]:
+    """Return the components that a build with these IP-Adapters adds, in the order in which they are built."""
+    if not adapters:
+        return ()
+    names = [UNET_IP, *(f"{kind}.{adapter}" for adapter in adapters for kind in (IMAGE_ENCODER, IP_ADAPTER))]
+    return tuple(spec for name in names if (spec := added_component(name)))
 
 
 def controlnets_of(components: Iterable[str]) -> tuple[str, ...]:

@@ -6,27 +6,14 @@ The text encoder is not SDXL's first one: the UNet reads another layer of it.
 from typing import TYPE_CHECKING
 
 from model.engines import signatures
-from model.pipeline.families.unet import IMAGE_COMPONENTS
-from model.pipeline.spec import (
-    TEXT_ENCODER_FINAL,
-    UNET,
-    UNET_TEXT,
-    UNET_TIME,
-    ComponentSpec,
-    Denoiser,
-    EncodeTexts,
-    Family,
-    table,
-)
+from model.pipeline.families.unet import IMAGE_COMPONENTS, unet_denoiser
+from model.pipeline.spec import TEXT_ENCODER_FINAL, ComponentSpec, Denoiser, EncodeTexts, Family, table
 
 if TYPE_CHECKING:
     import torch
 
-_COMPONENTS = table(
-    ComponentSpec(
-        TEXT_ENCODER_FINAL, "base", "text_encoder", "FinalTextNetwork", signatures.text_signature, "prompt", "text"
-    ),
-    *IMAGE_COMPONENTS,
+_TEXT = ComponentSpec(
+    TEXT_ENCODER_FINAL, "base", "text_encoder", "FinalTextNetwork", signatures.text_signature, "prompt", "text"
 )
 
 
@@ -39,8 +26,8 @@ FAMILY = Family(
     name="sd",
     title="Stable Diffusion 1 or 2",
     pipelines=r"StableDiffusion(Img2Img|Inpaint)?Pipeline|LatentConsistencyModel(Img2Img)?Pipeline",
-    components=_COMPONENTS,
-    denoisers=(Denoiser("base", ((TEXT_ENCODER_FINAL, "tokenizer"),), UNET_TEXT, UNET_TIME, UNET),),
+    components=table(_TEXT, *IMAGE_COMPONENTS),
+    denoisers=(unet_denoiser("base", "", (TEXT_ENCODER_FINAL, "tokenizer")),),
     vae_scaling=0.18215,
     takes_sizes=False,
     encode_prompt=_encode_prompt,

@@ -4,17 +4,11 @@ from typing import TYPE_CHECKING
 
 from model.engines import signatures
 from model.engines.signatures import TEXT_EMBEDS, TIME_IDS
-from model.pipeline.families.unet import IMAGE_COMPONENTS, unet_components
+from model.pipeline.families.unet import IMAGE_COMPONENTS, unet_components, unet_denoiser
 from model.pipeline.spec import (
     REFINER_TEXT_ENCODER_2,
-    REFINER_UNET,
-    REFINER_UNET_TEXT,
-    REFINER_UNET_TIME,
     TEXT_ENCODER,
     TEXT_ENCODER_2,
-    UNET,
-    UNET_TEXT,
-    UNET_TIME,
     ComponentSpec,
     Denoiser,
     EncodeTexts,
@@ -78,10 +72,8 @@ FAMILY = Family(
     pipelines=r"(StableDiffusionXL|SDXL)\w*Pipeline",
     components=_COMPONENTS,
     denoisers=(
-        Denoiser("base", ((TEXT_ENCODER, "tokenizer"), (TEXT_ENCODER_2, "tokenizer_2")), UNET_TEXT, UNET_TIME, UNET),
-        Denoiser(
-            "refiner", ((REFINER_TEXT_ENCODER_2, "tokenizer_2"),), REFINER_UNET_TEXT, REFINER_UNET_TIME, REFINER_UNET
-        ),
+        unet_denoiser("base", "", (TEXT_ENCODER, "tokenizer"), (TEXT_ENCODER_2, "tokenizer_2")),
+        unet_denoiser("refiner", "refiner_", (REFINER_TEXT_ENCODER_2, "tokenizer_2")),
     ),
     vae_scaling=0.13025,
     takes_sizes=True,

@@ -1,7 +1,7 @@
 """What the families of UNets share: the networks that a UNet is divided into, and the VAE."""
 
 from model.engines import signatures
-from model.pipeline.spec import UNET, UNET_GUIDED, VAE_DECODER, VAE_ENCODER, ComponentSpec, Part, Variant
+from model.pipeline.spec import UNET, UNET_GUIDED, VAE_DECODER, VAE_ENCODER, ComponentSpec, Denoiser, Part, Variant
 from model.validation import BAND_COUNTS
 
 _GUIDED_VARIANT = Variant(UNET_GUIDED, "GuidedUnetNetwork", guided=True)
@@ -23,6 +23,11 @@ def unet_components(part: Part, prefix: str, variants: tuple[Variant, ...]) -> t
             by_step, variants=variants,
         ),
     )  # fmt: skip
+
+
+def unet_denoiser(part: Part, prefix: str, *text_encoders: tuple[str, str]) -> Denoiser:
+    """Return the roles of these networks, with pairs of text encoder and tokenizer."""
+    return Denoiser(part, text_encoders, f"{prefix}unet_text", f"{prefix}unet_time", f"{prefix}unet")
 
 
 IMAGE_COMPONENTS = (
