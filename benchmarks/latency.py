@@ -38,7 +38,6 @@ from model.api.resolve import resolve
 from model.errors import RequestRefused
 from model.loading.load import Loaded
 from model.pipeline.params import Control, GenerationParams, ImagePrompt, Mask
-from model.pipeline.spec import TEXT_ENCODER_FINAL
 from model.pipeline.text_to_image import generate
 from model.settings import ServedPrecision
 from model.store.manifest import Fp16Steps
@@ -112,7 +111,7 @@ def measure_cases(
     """
     model = loaded[0]
     if cases is None:
-        cases = SD_CASES if TEXT_ENCODER_FINAL in model.model.engines else CASES
+        cases = SD_CASES if model.model.family.name == "sd" else CASES
     first = cases[0]
     if peer is not None:
         find_peer(peer, resolve(first.request(), model.served))  # raises before anything is measured

@@ -9,8 +9,8 @@ from typing import get_args
 import torch
 from prometheus_client import Counter, Gauge, Histogram
 
+from model.pipeline.components import loop_unets
 from model.pipeline.params import Task
-from model.pipeline.spec import loop_unets
 
 # Upper bounds of the histograms.
 _SECONDS_BOUNDS = (0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 3, 5, 8, 13, 20, 30, 60, 120, 300)

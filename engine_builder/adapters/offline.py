@@ -12,7 +12,7 @@ from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.networks.network import load_meta_module
 from engine_builder.networks.wrappers import WRAPPERS
 from model.adapters.layers import Layer
-from model.pipeline.spec import components_of
+from model.pipeline.components import FAMILIES
 
 _FOLDERS = ("unet", "text_encoder", "text_encoder_2")
 
@@ -63,7 +63,7 @@ def read_merge(checkpoint: Checkpoint, adapters: Iterable[tuple[Path, float]]) -
 def checkpoint_layers(checkpoint: Checkpoint) -> dict[str, Layer]:
     """Return the linears and convolutions of a checkpoint. A layer's component is its folder, its tensor the module."""
     layers = {}
-    specs = {spec.checkpoint_folder: spec for spec in components_of(checkpoint.family, ["base"])}
+    specs = {spec.checkpoint_folder: spec for spec in FAMILIES[checkpoint.family].specs("base")}
     for folder in _FOLDERS:
         if folder not in specs:
             continue

@@ -51,6 +51,7 @@ from engine_builder.stores.store import WritableStore
 from model.engines.tensorrt.libraries import installed_version
 from model.errors import CorruptBlob
 from model.loading.target import Target
+from model.pipeline.components import FAMILIES
 from model.pipeline.spec import UNET, VAE_DECODER
 from model.store.manifest import Manifest
 from model.store.precision import INT8
@@ -118,7 +119,7 @@ def build(
         sizes = {(size.height, size.width) for size in plan.sizes}
         real_inputs = record_real_inputs(networks, plan.base, plan.refiner, plan.network_device, sizes)
         report(VAE_DECODER, "fitting the map for previews", len(plan.components), steps)
-        facts = with_preview_map(facts, networks, real_inputs)
+        facts = with_preview_map(facts, FAMILIES[plan.base.family], networks, real_inputs)
 
     # 5. Build and check the engines.
     def report_engine(component: str, activity: str, finished: int) -> None:

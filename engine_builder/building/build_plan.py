@@ -16,15 +16,8 @@ from engine_builder.networks.network import ModuleReader, Network, load_network
 from engine_builder.quantization.quantization_plan import Quantization
 from model.errors import PreheatError
 from model.loading.target import Target
-from model.pipeline.spec import (
-    SAFETY_CHECKER,
-    UNET_LORA,
-    VAE_DECODER,
-    Variant,
-    components_of,
-    find_component,
-    model_parts,
-)
+from model.pipeline.components import FAMILIES, find_component
+from model.pipeline.spec import SAFETY_CHECKER, UNET_LORA, VAE_DECODER, Variant, model_parts
 from model.store.manifest import Bucket
 from model.store.precision import FP16, FP32, Precision
 from model.validation import LARGEST_SIDE, MAX_STEPS, SMALLEST_SIDE
@@ -109,7 +102,7 @@ class BuildPlan:
 
         Those of ControlNets and IP-Adapters are last.
         """
-        specs = [*components_of(self.base.family, model_parts(self.refiner is not None))]
+        specs = [*FAMILIES[self.base.family].specs(*model_parts(self.refiner is not None))]
         if self.lora_rank:
             specs.append(find_component(UNET_LORA)[0])
         of_model = tuple(

@@ -12,7 +12,8 @@ from engine_builder.kernels.float_arithmetic import stored_types
 from engine_builder.networks.network import ModuleReader, Network, load_network
 from engine_builder.networks.wrappers import WRAPPERS
 from model.engines.shapes import DTYPES
-from model.pipeline.spec import ComponentSpec, components_of, find_component, model_parts
+from model.pipeline.components import FAMILIES, find_component
+from model.pipeline.spec import ComponentSpec, model_parts
 from model.store.precision import FP32, Precision, StorageDtype
 
 # Largest relative error (norm of the difference over norm of the reference), by the type of the stored weights. The
@@ -40,7 +41,7 @@ class Counterparts:
     def of_image(self) -> list[str]:
         """The components that generate an image without ControlNets, adapters and IP-Adapters."""
         plan = self.plan
-        return [spec.name for spec in components_of(plan.base.family, model_parts(plan.refiner is not None))]
+        return [spec.name for spec in FAMILIES[plan.base.family].specs(*model_parts(plan.refiner is not None))]
 
     def ours(self, component: str) -> Network:
         """Return a component's wrapper, with inputs and outputs in float32. Raises CheckpointError."""

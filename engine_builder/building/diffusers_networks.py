@@ -15,13 +15,15 @@ from engine_builder.building.counterparts import Counterparts
 from engine_builder.checkpoints.ip_adapter import open_adapter
 from engine_builder.kernels.float_arithmetic import stored_types
 from engine_builder.kernels.low_rank import LowRankUnetNetwork
+from engine_builder.networks.text import FinalTextNetwork
 from model.adapters.merge import Factors
 from model.adapters.packing import pack
 from model.engines import signatures
 from model.engines.shapes import shape_at
 from model.pipeline import spec as names
+from model.pipeline.components import FAMILIES, find_component
 from model.pipeline.image_prompt import MASKED
-from model.pipeline.spec import Part, find_component
+from model.pipeline.spec import Denoiser, Part
 from model.prompts.tokenizer import ClipTokenizer
 from model.prompts.weighted_prompt import plain_chunks
 
@@ -40,12 +42,12 @@ Comparison = Callable[[], list[tuple[str, Sequence[Tensor], Sequence[Tensor]]]]
 def comparisons(pair: Counterparts, tokenizers: dict[str, ClipTokenizer]) -> Iterator[tuple[str, Comparison]]:
     """Yield the comparisons of all networks of a plan, each with the name of what it compares."""
     plan = pair.plan
-    for part, denoiser in (("base", names.BASE), ("refiner", names.REFINER)):
-        if part == "refiner" and plan.refiner is None:
+    for denoiser in FAMILIES[plan.base.family].denoisers:
+        if denoiser.part == "refiner" and plan.refiner is None:
             continue
-        for component, tokenizer in denoiser.encoders(plan.components):
+        for component, tokenizer in denoiser.text_encoders:
             yield component, _bind(_text_encoder, pair, component, tokenizers[tokenizer])
-        yield denoiser.unet, _bind(_unets, pair, part)
+        yield denoiser.unet, _bind(_unets, pair, denoiser)
     yield "vae", _bind(_vae, pair)
     for name in names.controlnets_of(plan.components):
         yield f"{names.CONTROLNET}.{name}", _bind(_controlnet, pair, name)
@@ -68,7 +70,7 @@ def _text_encoder(pair: Counterparts, component: str, tokenizer: ClipTokenizer) 
     skips = [0, min(1, columns - 1)]
     clip_skip = torch.nn.functional.one_hot(torch.tensor(skips), columns).to(pair.device)
     ours = pair.run(component, input_ids=ids, clip_skip=clip_skip)
-    if component == names.TEXT_ENCODER_FINAL:
+    if isinstance(pair.ours(component).module, FinalTextNetwork):
         states = [library.final_layer_norm(output.hidden_states[-1 - skip][row]) for row, skip in enumerate(skips)]
         states[0] = output.last_hidden_state[0]
     else:
@@ -107,16 +109,14 @@ def _random_step(pair: Counterparts, part: Part, channels: int, multiple: int) -
     """Draw the inputs of a step. `multiple`: a latent's side is one of it."""
     checkpoint = pair.plan.base if part == "base" else pair.plan.refiner
     assert checkpoint is not None
-    widths = checkpoint.widths()
+    widths = checkpoint.unet_widths()
     draw = _drawing(pair.device)
     side = -(-_LATENT_SIDE // multiple) * multiple
     added = {}
     if widths.pooled_width:
         sizes = torch.randint(0, 1024, (_BATCH, widths.time_ids), generator=torch.Generator().manual_seed(1))
-        added = {
-            signatures.TEXT_EMBEDS: draw(_BATCH, widths.pooled_width),
-            signatures.TIME_IDS: sizes.float().to(pair.device),
-        }
+        pooled = draw(_BATCH, widths.pooled_width)
+        added = FAMILIES[checkpoint.family].time_inputs(pooled, sizes.float().to(pair.device))
     return _Step(
         draw(_BATCH, channels, side, side),
         torch.tensor(_TIMESTEPS, device=pair.device),
@@ -132,15 +132,14 @@ def _drawing(device: str, seed: int = 0) -> Callable[..., Tensor]:
     return lambda *shape: torch.randn(shape, generator=generator).to(device)
 
 
-def _unets(pair: Counterparts, part: Part) -> Outputs:
+def _unets(pair: Counterparts, denoiser: Denoiser) -> Outputs:
     """Compare a UNet and its variants, each together with the networks for text and timesteps."""
-    denoiser = names.BASE if part == "base" else names.REFINER
-    unet = pair.library(denoiser.unet)
+    part, unet = denoiser.part, pair.library(denoiser.unet)
     components = [name for name in pair.plan.components if _is_unet(name, part)]
     multiple = max(_bands(name) for name in components) * 2 ** (len(unet.config.block_out_channels) - 1)
     step = _random_step(pair, part, unet.config.in_channels, multiple)
-    time_embeds = pair.run(denoiser.unet_time, **step.time_inputs)["time_embeds"]
-    keys_values = pair.run(denoiser.unet_text, encoder_hidden_states=step.text)[signatures.KEYS_VALUES]
+    time_embeds = pair.run(denoiser.time, **step.time_inputs)["time_embeds"]
+    keys_values = pair.run(denoiser.text, encoder_hidden_states=step.text)[signatures.KEYS_VALUES]
     inputs = {"sample": step.sample, "time_embeds": time_embeds, signatures.KEYS_VALUES: keys_values}
     [expected] = unet(**step.library_inputs)
     # Guidance against zeros: both halves have the first latents, and the second half attends to zeros.
@@ -181,7 +180,7 @@ def _bands(component: str) -> int:
 
 def _residuals(specs: Iterable[Any], step: _Step, pair: Counterparts) -> dict[str, Tensor]:
     """Draw what ControlNets add to a UNet."""
-    draw, scale = _drawing(pair.device, seed=2), pair.plan.base.widths().vae_scale
+    draw, scale = _drawing(pair.device, seed=2), pair.plan.base.vae_widths().scale
     height, width = (side * scale for side in step.sample.shape[2:])
     sizes = {"rows": _BATCH, "height": height, "width": width}
     return {spec.name: _RESIDUAL_DEVIATION * draw(*shape_at(spec.shape, sizes)) for spec in specs}
@@ -236,10 +235,10 @@ def _adding(changes: Sequence[Factors]) -> Callable[[nn.Module, tuple[Tensor, ..
 
 
 def _vae(pair: Counterparts) -> Outputs:
-    widths, draw = pair.plan.base.widths(), _drawing(pair.device)
+    widths, draw = pair.plan.base.vae_widths(), _drawing(pair.device)
     vae = pair.library(names.VAE_DECODER)
     latents = draw(_BATCH, widths.latent_channels, _LATENT_SIDE, _LATENT_SIDE)
-    pixels = draw(_BATCH, 3, _LATENT_SIDE * widths.vae_scale, _LATENT_SIDE * widths.vae_scale).clamp(-1, 1)
+    pixels = draw(_BATCH, 3, _LATENT_SIDE * widths.scale, _LATENT_SIDE * widths.scale).clamp(-1, 1)
     decoded = pair.run(names.VAE_DECODER, latents=latents)
     yield names.VAE_DECODER, list(decoded.values()), [vae.decode(latents).sample]
     encoded = pair.run(names.VAE_ENCODER, pixels=pixels)
@@ -252,7 +251,7 @@ def _controlnet(pair: Counterparts, name: str) -> Outputs:
     network, scale = pair.library(component), 0.7
     step = _random_step(pair, "base", network.config.in_channels, 2 ** (len(network.config.block_out_channels) - 1))
     step = replace(step, timestep_cond=None)
-    side = step.sample.shape[-1] * pair.plan.base.widths().vae_scale
+    side = step.sample.shape[-1] * pair.plan.base.vae_widths().scale
     # One control image for both entries: a Union network mixes the images of a batch, and a request has one.
     pixels = torch.rand(1, 3, side, side, generator=torch.Generator().manual_seed(4)).to(pair.device)
     types = signatures.control_types(pair.ours(f"{names.CONTROLNET_TIME}.{name}").signature)
@@ -284,10 +283,11 @@ def _ip_adapters(pair: Counterparts, adapters: Sequence[str]) -> Outputs:
     """Compare each image encoder, and the UNet with each adapter."""
     unet_network = pair.ours(names.UNET_IP)
     slots, slot_tokens = signatures.image_slots(unet_network.signature)
-    widths, draw = pair.plan.base.widths(), _drawing(pair.device, seed=5)
-    step = _random_step(pair, "base", widths.latent_channels + widths.extra_channels, 8)
-    time_embeds = pair.run(names.UNET_TIME, **step.time_inputs)["time_embeds"]
-    keys_values = pair.run(names.UNET_TEXT, encoder_hidden_states=step.text)[signatures.KEYS_VALUES]
+    draw, unet = _drawing(pair.device, seed=5), pair.plan.base.config("unet")
+    step = _random_step(pair, "base", unet["in_channels"], 8)
+    base = FAMILIES[pair.plan.base.family].base
+    time_embeds = pair.run(base.time, **step.time_inputs)["time_embeds"]
+    keys_values = pair.run(base.text, encoder_hidden_states=step.text)[signatures.KEYS_VALUES]
     residuals = _residuals(signatures.residuals_of(unet_network.signature), step, pair)
     *down, middle = residuals.values() if residuals else [None]
     of_residuals = {"down_block_additional_residuals": down, "mid_block_additional_residual": middle} if down else {}

@@ -19,6 +19,7 @@ from model.api.request import GenerationRequest
 from model.denoising.sampler_specs import sampler_spec
 from model.images.encode import Pixels
 from model.pipeline import spec as names
+from model.pipeline.components import FAMILIES
 from model.pipeline.params import GenerationParams, Mask
 from model.pipeline.text_to_image import generate
 from model.prompts.tokenizer import ClipTokenizer
@@ -66,7 +67,7 @@ def largest_difference(pair: Counterparts, tokenizers: Mapping[str, ClipTokenize
     size = max(checkpoint.size_step() for checkpoint in (plan.base, plan.refiner) if checkpoint is not None)
     side = -(-SMALLEST_SIDE // size) * size
     sampler = sampler_spec(read_scheduler(plan.base).sampler)
-    paints = plan.base.widths().extra_channels > 0
+    paints = plan.base.unet_widths().extra_channels > 0
     # diffusers documents no refiner for a UNet for inpainting. The refiner's networks are compared in any case.
     refines = plan.refiner is not None and sampler.refinable and not paints
     request = GenerationRequest.model_validate(
@@ -94,8 +95,10 @@ def _library_image(pair: Counterparts, params: GenerationParams) -> Pixels:
 
     plan, is_sdxl = pair.plan, pair.plan.base.family == "sdxl"
     paints = bool(params.masks)
-    prefix = "StableDiffusionXL" if is_sdxl else "StableDiffusion"
-    base = _pipeline(pair, getattr(diffusers, f"{prefix}{'Inpaint' if paints else ''}Pipeline"), plan.base, names.BASE)
+    denoisers, prefix = FAMILIES[plan.base.family].denoisers, "StableDiffusionXL" if is_sdxl else "StableDiffusion"
+    base = _pipeline(
+        pair, getattr(diffusers, f"{prefix}{'Inpaint' if paints else ''}Pipeline"), plan.base, denoisers[0]
+    )
     shared: dict[str, Any] = {
         "prompt": params.prompt, "num_inference_steps": params.num_inference_steps,
         "generator": torch.Generator("cpu").manual_seed(params.seed), "guidance_scale": params.guidance_scale,
@@ -109,7 +112,7 @@ def _library_image(pair: Counterparts, params: GenerationParams) -> Pixels:
     if not params.use_refiner:
         return _levels(base(**shared, **size, output_type="np").images)
     assert plan.refiner is not None
-    refiner = _pipeline(pair, diffusers.StableDiffusionXLImg2ImgPipeline, plan.refiner, names.REFINER)
+    refiner = _pipeline(pair, diffusers.StableDiffusionXLImg2ImgPipeline, plan.refiner, denoisers[1])
     frac = params.denoising_frac
     latents = base(**shared, **size, denoising_end=frac, output_type="latent").images
     return _levels(refiner(**shared, image=latents, denoising_start=frac, output_type="np").images)
@@ -129,8 +132,8 @@ def _pipeline(pair: Counterparts, kind: Any, checkpoint: Checkpoint, denoiser: n
         parts |= {"add_watermarker": False}
         if "Img2Img" not in kind.__name__ and "Inpaint" not in kind.__name__:
             parts.pop("requires_aesthetics_score", None)
-    for component, tokenizer in denoiser.encoders(plan.components):
-        parts[names.find_component(component)[0].checkpoint_folder] = pair.library(component)
+    for component, tokenizer in denoiser.text_encoders:
+        parts[FAMILIES[plan.base.family].components[component].checkpoint_folder] = pair.library(component)
         parts[tokenizer] = CLIPTokenizer.from_pretrained(str(plan.base.root / tokenizer), local_files_only=True)
     read = read_scheduler(plan.base)
     made = kind(

@@ -16,9 +16,10 @@ from model.api.resolve import resolve
 from model.engines.engine import EngineSet
 from model.images.encode import Pixels
 from model.loading.served import ServedModel, SizeRange, read_defaults
+from model.pipeline.components import FAMILIES, find_component
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import Control, GenerationParams, ImagePrompt
-from model.pipeline.spec import components_of, find_component, model_parts
+from model.pipeline.spec import model_parts
 from model.pipeline.text_to_image import generate
 from model.prompts.tokenizer import ClipTokenizer
 from model.store.precision import Precision
@@ -38,6 +39,7 @@ def open_eager_model(
         noise_schedules=dict(read_noise_schedules(base, refiner)),
         settings=read_model_facts(base, refiner),
         device=torch.device(device),
+        family=FAMILIES[base.family],
     )
 
 
@@ -50,7 +52,7 @@ def load_eager_model(
     """
     reader = ModuleReader()
     networks = {}
-    names = [spec.name for spec in components_of(base.family, model_parts(refiner is not None))]
+    names = [spec.name for spec in FAMILIES[base.family].specs(*model_parts(refiner is not None))]
     for name in (*names, *components_of_controlnets(base), *components_of_ip_adapters(base)):
         checkpoint = base if find_component(name)[0].part == "base" else refiner
         assert checkpoint is not None

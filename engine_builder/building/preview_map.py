@@ -16,7 +16,7 @@ from engine_builder.networks.network import Network
 from model.engines.engine import EngineSet
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.preview import PreviewMap, neighbourhoods, preview_map_of
-from model.pipeline.spec import VAE_DECODER, VAE_ENCODER
+from model.pipeline.spec import VAE_DECODER, VAE_ENCODER, Family
 from model.pipeline.vae import decode_latents, encode_pixels
 from model.store.manifest import MAX_PREVIEW_CHANNELS, ModelFacts, PreviewLayer, PreviewRecord
 
@@ -33,7 +33,10 @@ Examples = tuple[torch.Tensor, torch.Tensor]
 
 
 def with_preview_map(
-    facts: ModelFacts, networks: Mapping[str, Network], real_inputs: Mapping[str, Sequence[Mapping[str, torch.Tensor]]]
+    facts: ModelFacts,
+    family: Family,
+    networks: Mapping[str, Network],
+    real_inputs: Mapping[str, Sequence[Mapping[str, torch.Tensor]]],
 ) -> ModelFacts:
     """Return the facts with a map for previews, or as they are if the VAE is too wide or decodes no picture.
 
@@ -46,7 +49,9 @@ def with_preview_map(
         for name in (VAE_ENCODER, VAE_DECODER)
     }
     device = next(networks[VAE_DECODER].module.parameters()).device
-    model = LoadedModel(engines=engines, tokenizers={}, noise_schedules={}, settings=facts, device=device)
+    model = LoadedModel(
+        engines=engines, tokenizers={}, noise_schedules={}, settings=facts, device=device, family=family
+    )
     with torch.no_grad():
         generator = torch.Generator().manual_seed(0)
         examples = _decode_all(model, _with_blends(_encode_pictures(model, _PICTURES, generator), generator))

@@ -16,16 +16,10 @@ from model.engines.shapes import bind_shapes
 from model.engines.signatures import control_types
 from model.images.encode import Pixels
 from model.images.fit import reference_square
+from model.pipeline.components import COMPONENTS, find_component
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import Control, ImagePrompt
-from model.pipeline.spec import (
-    COMPONENTS,
-    CONTROLNET_TIME,
-    IMAGE_ENCODER,
-    controlnets_of,
-    find_component,
-    ip_adapters_of,
-)
+from model.pipeline.spec import CONTROLNET_TIME, IMAGE_ENCODER, controlnets_of, ip_adapters_of
 from model.pipeline.vae import encode_pixels, to_pixels
 from model.store.manifest import Bucket, Signature
 

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from engine_builder.checkpoints.folder import (
-    FAMILY_TITLES,
     Checkpoint,
     CheckpointConfig,
     CheckpointError,
     parse_named_path,
 )
+from model.pipeline.components import FAMILIES
 from model.pipeline.spec import CONTROLNET
 from model.validation import MAX_CONTROL_TYPES
 
@@ -45,20 +45,20 @@ def check_controlnets(base: Checkpoint) -> None:
 
 
 def _check_config(base: Checkpoint, config: CheckpointConfig, path: Path) -> None:
-    unet, widths = base.config("unet"), base.widths()
+    unet, vae = base.config("unet"), base.vae_widths()
     class_name = config.get("_class_name")
     if class_name not in CLASSES:
         raise CheckpointError(f"{path}: _class_name is {class_name!r:.80}, expected {' or '.join(CLASSES)}.",
                               _CONTROLNET_REMEDY)  # fmt: skip
     for key, default in _OF_UNET.items():
         _check_equal(path, key, config.get(key, default), unet.get(key, default), f"the UNet of {base.root}")
-    _check_equal(path, "in_channels", config.get("in_channels", 4), widths.latent_channels, "the VAE's latents")
+    _check_equal(path, "in_channels", config.get("in_channels", 4), vae.latent_channels, "the VAE's latents")
     embedding = config.get("conditioning_embedding_out_channels", [16, 32, 96, 256])
     scale = 2 ** (len(embedding) - 1) if isinstance(embedding, list) else 0
-    if scale != widths.vae_scale:
+    if scale != vae.scale:
         raise CheckpointError(
             f"{path}: conditioning_embedding_out_channels is {embedding!r:.80}. It divides a control image's sides by "
-            f"{scale}, and the VAE divides an image's by {widths.vae_scale}.",
+            f"{scale}, and the VAE divides an image's by {vae.scale}.",
             _CONTROLNET_REMEDY,
         )
     if class_name == "ControlNetUnionModel":
@@ -68,7 +68,7 @@ def _check_config(base: Checkpoint, config: CheckpointConfig, path: Path) -> Non
 def _check_union(base: Checkpoint, config: Mapping[str, Any], path: Path) -> None:
     if base.family != "sdxl":
         raise CheckpointError(
-            f"{path} is a Union network, and {base.root} a {FAMILY_TITLES[base.family]}. Only those for Stable "
+            f"{path} is a Union network, and {base.root} a {FAMILIES[base.family].title}. Only those for Stable "
             "Diffusion XL are supported.",
             _CONTROLNET_REMEDY,
         )

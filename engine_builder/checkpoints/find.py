@@ -7,7 +7,7 @@ from pathlib import Path
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
 from engine_builder.checkpoints.presets import PRESETS, Preset
 from engine_builder.checkpoints.single_file import refuse_file
-from model.pipeline.spec import COMPONENTS
+from model.pipeline.components import COMPONENTS
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SINGLE_FILES = (".safetensors", ".ckpt")

@@ -15,8 +15,9 @@ from safetensors import SafetensorError, safe_open
 
 from engine_builder.checkpoints.presets import Preset
 from engine_builder.files import read_file
-from model.engines.signatures import Widths
+from model.engines.signatures import TextEncoderWidths, UnetWidths, VaeWidths
 from model.errors import PreheatError
+from model.pipeline.components import FAMILIES
 from model.pipeline.spec import CONTROLNET, IMAGE_ENCODER, SAFETY_CHECKER
 from model.store.manifest import Family
 from model.validation import COMPONENT_NAME
@@ -27,13 +28,6 @@ TEXT_LIMIT = 64 * 2**20  # bytes of a configuration or a vocabulary; SDXL's larg
 _MAX_LEVELS = 8
 _MAX_DIMENSION = 2**20  # in a config.json; SDXL's largest is its vocabulary, 49,408
 _SHARD = re.compile(r"-\d{5}-of-(\d{5})")  # in the name of one of several files that hold a network's weights
-
-FAMILY_TITLES: dict[Family, str] = {"sdxl": "Stable Diffusion XL", "sd": "Stable Diffusion 1 or 2"}
-# The class of diffusers' own and of community pipelines in model_index.json.
-_PIPELINE_CLASSES: dict[Family, str] = {
-    "sdxl": r"(StableDiffusionXL|SDXL)\w*Pipeline",
-    "sd": r"StableDiffusion(Img2Img|Inpaint)?Pipeline|LatentConsistencyModel(Img2Img)?Pipeline",
-}
 
 
 class CheckpointError(PreheatError):
@@ -142,36 +136,52 @@ class Checkpoint:
         name = self.index.get("_class_name")
         if isinstance(name, list) and len(name) == 2:
             name = name[1]  # a community pipeline: its module and its class
-        for family, pattern in _PIPELINE_CLASSES.items():
-            if isinstance(name, str) and re.fullmatch(pattern, name):
-                return family
+        for family in FAMILIES.values():
+            if isinstance(name, str) and re.fullmatch(family.pipelines, name):
+                return family.name
         raise CheckpointError(
             f"{self.root}/model_index.json: _class_name is {name!r:.80}, not a pipeline of "
-            f"{' or '.join(FAMILY_TITLES.values())} (StableDiffusionXLPipeline, StableDiffusionPipeline)."
+            f"{' or '.join(family.title for family in FAMILIES.values())} (StableDiffusionXLPipeline, "
+            "StableDiffusionPipeline)."
         )
 
-    def widths(self) -> Widths:
-        """Return the sizes that shapes depend on. Raises CheckpointError if the networks do not fit each other."""
-        unet, vae, family = self.config("unet"), self.config("vae"), self.family
-        latent_channels = vae.size("latent_channels")
-        extra_channels = unet.size("in_channels") - latent_channels
-        if extra_channels not in (0, 1 + latent_channels):
+    def vae_widths(self) -> VaeWidths:
+        """Return the sizes of the VAE. Raises CheckpointError."""
+        vae = self.config("vae")
+        return VaeWidths(vae.size("latent_channels"), 2 ** (vae.levels() - 1))
+
+    def text_widths(self, subfolder: str) -> TextEncoderWidths:
+        """Return the sizes of a text encoder. Raises CheckpointError."""
+        config = self.config(subfolder)
+        return TextEncoderWidths(
+            tokens=config.size("max_position_embeddings"),
+            width=config.size("hidden_size"),
+            pooled_width=config.get("projection_dim", 0),
+            layers=config.size("num_hidden_layers"),
+        )
+
+    def unet_widths(self) -> UnetWidths:
+        """Return the sizes of the UNet. Raises CheckpointError if the VAE or the text encoders do not fit it."""
+        unet, vae, family = self.config("unet"), self.vae_widths(), FAMILIES[self.family]
+        extra_channels = unet.size("in_channels") - vae.latent_channels
+        if extra_channels not in (0, 1 + vae.latent_channels):
             raise CheckpointError(
-                f"{self.root}/unet takes {latent_channels + extra_channels} channels and the VAE returns "
-                f"{latent_channels}. Only UNets for text to image ({latent_channels}) and for inpainting "
-                f"({2 * latent_channels + 1}) are supported."
+                f"{self.root}/unet takes {vae.latent_channels + extra_channels} channels and the VAE returns "
+                f"{vae.latent_channels}. Only UNets for text to image ({vae.latent_channels}) and for inpainting "
+                f"({2 * vae.latent_channels + 1}) are supported."
             )
-        if (out_channels := unet.get("out_channels", 4)) != latent_channels:
+        if (out_channels := unet.get("out_channels", 4)) != vae.latent_channels:
             raise CheckpointError(
-                f"{unet.path}: out_channels is {out_channels}, and the latents of the VAE have {latent_channels} "
+                f"{unet.path}: out_channels is {out_channels}, and the latents of the VAE have {vae.latent_channels} "
                 "channels.",
                 "Use the VAE and the UNet of one model.",
             )
-        last = self.config("text_encoder" if family == "sd" else "text_encoder_2")
-        first = self.config("text_encoder") if (self.root / "text_encoder").is_dir() else None
+        *others, last = (family.components[name].checkpoint_folder for name, _ in family.base.text_encoders)
+        others = [folder for folder in others if self.folder(folder).is_dir()]  # a refiner has the last one only
+        texts = [self.text_widths(folder) for folder in (last, *others)]
         pooled_width = time_ids = 0
-        if family == "sdxl":
-            pooled_width = last.size("projection_dim")
+        if family.takes_sizes:
+            pooled_width = self.config(last).size("projection_dim")
             embedded = unet.size("projection_class_embeddings_input_dim") - pooled_width
             time_ids, rest = divmod(embedded, unet.size("addition_time_embed_dim"))
             if rest or time_ids < 1:
@@ -181,31 +191,26 @@ class Checkpoint:
                     f"({unet['addition_time_embed_dim']}).",
                     "Use the text encoder and the UNet of one model.",
                 )
-        widths = Widths(
-            tokens=last.size("max_position_embeddings"),
-            text_width=first.size("hidden_size") if first is not None else 0,
-            text_width_2=last.size("hidden_size") if family == "sdxl" else 0,
-            text_layers=first.size("num_hidden_layers") if first is not None else 0,
-            text_layers_2=last.size("num_hidden_layers") if family == "sdxl" else 0,
-            pooled_width=pooled_width,
-            context_width=unet.size("cross_attention_dim"),
-            latent_channels=latent_channels,
-            extra_channels=extra_channels,
-            time_ids=time_ids,
-            vae_scale=2 ** (vae.levels() - 1),
-            timestep_cond=unet.size("time_cond_proj_dim") if unet.get("time_cond_proj_dim") is not None else 0,
-        )
-        if widths.context_width != widths.text_width + widths.text_width_2:
+        context_width, text_width = unet.size("cross_attention_dim"), sum(text.width for text in texts)
+        if context_width != text_width:
             raise CheckpointError(
-                f"{self.root}/unet reads texts of width {widths.context_width} (cross_attention_dim), and the text "
-                f"encoders together return {widths.text_width + widths.text_width_2} (hidden_size).",
+                f"{self.root}/unet reads texts of width {context_width} (cross_attention_dim), and the text "
+                f"encoders together return {text_width} (hidden_size).",
                 "Use the text encoders and the UNet of one model.",
             )
-        return widths
+        return UnetWidths(
+            vae,
+            tokens=texts[0].tokens,
+            context_width=context_width,
+            pooled_width=pooled_width,
+            time_ids=time_ids,
+            timestep_cond=unet.size("time_cond_proj_dim") if unet.get("time_cond_proj_dim") is not None else 0,
+            extra_channels=extra_channels,
+        )
 
     def size_step(self) -> int:
         """Return the pixels that height and width must be multiples of. Each UNet level halves the latents."""
-        return self.widths().vae_scale << (self.config("unet").levels() - 1)
+        return self.vae_widths().scale << (self.config("unet").levels() - 1)
 
 
 def parse_named_path(text: str, kind: str, example: str) -> tuple[str, Path]:

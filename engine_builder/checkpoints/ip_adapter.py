@@ -14,13 +14,13 @@ import torch
 from safetensors import safe_open
 
 from engine_builder.checkpoints.folder import (
-    FAMILY_TITLES,
     Checkpoint,
     CheckpointError,
     IpAdapterFiles,
     parse_named_path,
     read_tensor_shapes,
 )
+from model.pipeline.components import FAMILIES
 from model.validation import MAX_IP_ADAPTERS
 
 REMEDY = (
@@ -108,7 +108,7 @@ def check_ip_adapters(base: Checkpoint) -> None:
         raise CheckpointError(f"Two IP-Adapters have the name {repeated[0]}.", "Give each a name of its own.")
     if names and base.family != "sdxl":
         raise CheckpointError(
-            f"IP-Adapters are supported for Stable Diffusion XL, and {base.root} is a {FAMILY_TITLES[base.family]}.",
+            f"IP-Adapters are supported for Stable Diffusion XL, and {base.root} is a {FAMILIES[base.family].title}.",
             "Leave out --ip-adapter.",
         )
     for files in base.ip_adapters:

@@ -4,7 +4,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from engine_builder.checkpoints.folder import FAMILY_TITLES, Checkpoint, CheckpointError
+from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
 from engine_builder.checkpoints.scheduler_config import read_scheduler
 from engine_builder.checkpoints.tokenizers import export_tokenizer
 from engine_builder.stores.store import WritableStore
@@ -12,34 +12,32 @@ from model.denoising.edm_schedule import AnyNoiseSchedule, EdmSchedule
 from model.denoising.samplers import sampler_schedule
 from model.errors import ManifestError, RequestRefused
 from model.loading.served import read_defaults
-from model.pipeline.spec import tokenizers_of
+from model.pipeline.components import FAMILIES
 from model.prompts.tokenizer import ClipTokenizer
-from model.store.manifest import Blob, Family, ModelFacts, RefinerFacts, TokenizerRecord
+from model.store.manifest import Blob, ModelFacts, RefinerFacts, TokenizerRecord
 from model.validation import LARGEST_SIDE, SMALLEST_SIDE
-
-_SCALING: dict[Family, float] = {"sdxl": 0.13025, "sd": 0.18215}  # of the families' latents
 
 
 def read_model_facts(base: Checkpoint, refiner: Checkpoint | None) -> ModelFacts:
     """Return the facts that the pipeline needs. Raises CheckpointError for a model that cannot be served."""
-    widths, vae = base.widths(), base.config("vae")
+    widths, vae = base.vae_widths(), base.config("vae")
     family = base.family
     latents_mean, latents_std = _normalization(base, widths.latent_channels)
     # The configs of Stable Diffusion 1 and 2 are older than this entry.
-    scaling = vae.get("scaling_factor", _SCALING["sd"]) if family == "sd" else vae["scaling_factor"]
+    scaling = vae.get("scaling_factor", FAMILIES[family].vae_scaling) if family == "sd" else vae["scaling_factor"]
     if type(scaling) not in (int, float) or not 0 < scaling < math.inf:
         raise CheckpointError(
             f"{base.folder('vae')}/config.json: scaling_factor is {scaling!r}.",
-            f"Set a positive number; that of a {FAMILY_TITLES[family]} is {_SCALING[family]}.",
+            f"Set a positive number; that of a {FAMILIES[family].title} is {FAMILIES[family].vae_scaling}.",
         )
-    for other, factor in _SCALING.items():
-        if other != family and scaling == factor:
+    for other in FAMILIES.values():
+        if other.name != family and scaling == other.vae_scaling:
             raise CheckpointError(
-                f"{base.folder('vae')} is that of a {FAMILY_TITLES[other]} (scaling_factor {scaling}), and the model "
-                f"is a {FAMILY_TITLES[family]}. Its UNet cannot use these latents.",
+                f"{base.folder('vae')} is that of a {other.title} (scaling_factor {scaling}), and the model "
+                f"is a {FAMILIES[family].title}. Its UNet cannot use these latents.",
                 "Use the VAE and the UNet of one model.",
             )
-    native_height, native_width = _native_size(base, widths.vae_scale)
+    native_height, native_width = _native_size(base, widths.scale)
     refiner_facts = None
     if refiner is not None:
         index = refiner.index
@@ -50,7 +48,7 @@ def read_model_facts(base: Checkpoint, refiner: Checkpoint | None) -> ModelFacts
     return ModelFacts(
         native_height=native_height,
         native_width=native_width,
-        vae_scale_factor=widths.vae_scale,
+        vae_scale_factor=widths.scale,
         vae_scaling_factor=scaling,
         latent_channels=widths.latent_channels,
         latents_mean=latents_mean,
@@ -69,7 +67,7 @@ def _normalization(base: Checkpoint, channels: int) -> tuple[tuple[float, ...] |
     if base.family == "sd":
         raise CheckpointError(
             f"{base.folder('vae')}/config.json: latents_mean and latents_std are set, and diffusers' pipelines of "
-            f"{FAMILY_TITLES['sd']} ignore them.",
+            f"{FAMILIES['sd'].title} ignore them.",
             "Set both to null, or use another VAE.",
         )
     for name, numbers in zip(names, values, strict=True):
@@ -171,13 +169,13 @@ def read_release_defaults(base: Checkpoint, refiner: Checkpoint | None) -> dict[
 
 def read_tokenizers(base: Checkpoint) -> dict[str, ClipTokenizer]:
     """Return a model's tokenizers by name. Raises MissingComponent."""
-    return {name: ClipTokenizer(*export_tokenizer(base.root / name)) for name in tokenizers_of(base.family)}
+    return {name: ClipTokenizer(*export_tokenizer(base.root / name)) for name in FAMILIES[base.family].tokenizers}
 
 
 def write_tokenizers(base: Checkpoint, store: WritableStore) -> dict[str, TokenizerRecord]:
     """Store the tokenizers. Raises MissingComponent."""
     records = {}
-    for name in tokenizers_of(base.family):
+    for name in FAMILIES[base.family].tokenizers:
         data, settings = export_tokenizer(base.root / name)
         records[name] = TokenizerRecord(blob=Blob(sha256=store.put_bytes(data), bytes=len(data)), **asdict(settings))
     return records

@@ -20,7 +20,7 @@ from engine_builder.embeddings.read import ONE_FILE_EACH, BadEmbedding, describe
 from engine_builder.releases.publish import write_once
 from engine_builder.stores.store import WritableStore
 from model.loading.token_tables import TOKEN_TABLE
-from model.pipeline.spec import BASE, REFINER
+from model.pipeline.components import FAMILIES
 from model.prompts.tokenizer import open_tokenizer
 from model.store.manifest import EMBEDDING_TOKEN, Manifest, TokenizerRecord, WeightsRecord
 
@@ -39,9 +39,10 @@ def add_embeddings(
     manifest = store.read_release(release)
     # Tokenizer -> the text encoders that read its ids; the first belongs to the base.
     encoders: dict[str, list[str]] = {}
-    for denoiser in (BASE, REFINER):
-        for component, tokenizer in denoiser.encoders(manifest.architectures):
-            encoders.setdefault(tokenizer, []).append(component)
+    for denoiser in FAMILIES[manifest.family].denoisers:
+        for component, tokenizer in denoiser.text_encoders:
+            if component in manifest.architectures:
+                encoders.setdefault(tokenizer, []).append(component)
     if any(engine.tensorrt for engine in manifest.engines if engine.component in sum(encoders.values(), [])):
         raise BadEmbedding(
             f"Release {release} has plans of TensorRT, which hold weights of their own.",

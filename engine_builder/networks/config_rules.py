@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine_builder.checkpoints.folder import FAMILY_TITLES, CheckpointConfig, CheckpointError
+from engine_builder.checkpoints.folder import CheckpointConfig, CheckpointError
+from model.pipeline.components import FAMILIES
 from model.store.manifest import Family
 
 _MAX_SIZE = 2**20  # of a dimension; SDXL's largest is its vocabulary, 49,408
@@ -286,4 +287,4 @@ def check_config(config: CheckpointConfig, class_name: str, family: Family, entr
 def _remedy(rule: Rule, family: Family) -> str:
     if rule.default is UNCHECKED:
         return "Use the config.json that belongs to the weights."
-    return f"Only networks of a plain {FAMILY_TITLES[family]} are supported. Use another model."
+    return f"Only networks of a plain {FAMILIES[family].title} are supported. Use another model."

@@ -29,7 +29,9 @@ from engine_builder.networks.text import add_embedding_rows
 from engine_builder.networks.unet import residual_shapes, text_width, time_width
 from engine_builder.networks.wrappers import WRAPPERS
 from model.engines.shapes import DTYPES
-from model.pipeline.spec import CONTROLNET, IMAGE_ENCODER, IP_ADAPTER, SAFETY_CHECKER, UNET_IP, find_component
+from model.engines.signatures import ImageEncoderWidths, IpAdapterWidths, SafetyCheckerWidths, UnetWidths
+from model.pipeline.components import find_component
+from model.pipeline.spec import CONTROLNET, IMAGE_ENCODER, IP_ADAPTER, SAFETY_CHECKER, UNET_IP
 from model.store.manifest import Signature
 from model.store.precision import Precision
 from model.weights.layout import LAYOUTS, Layout
@@ -153,32 +155,18 @@ def load_network(
     spec, variant = find_component(component)
     wrapper = WRAPPERS[variant.wrapper if variant else spec.wrapper]
     config = checkpoint.config(spec.checkpoint_folder)
-    widths = replace(checkpoint.widths(), unet_chunks=text_chunks)
     layout = "plain" if plain else LAYOUTS.get(torch.device(device).type, "plain")
     read = load_meta_module if device == "meta" else (reader or ModuleReader()).read
     dtype = DTYPES[precision.storage]
     network = read(wrapper.package, wrapper.class_of(config), checkpoint, spec.checkpoint_folder, dtype)
-    if spec.checkpoint_folder == "unet" or spec.checkpoint_folder.startswith(f"{CONTROLNET}."):
-        widths = replace(
-            widths,
-            time_embeds_width=time_width(network),
-            keys_values_width=text_width(network),
-            residuals=residual_shapes(network, widths.vae_scale),
-            control_types=control_type_count(network),
-        )
+    widths = read_widths(checkpoint, spec.checkpoint_folder, network)
+    if isinstance(widths, UnetWidths):
+        widths = replace(widths, chunks=text_chunks)
+        if component == UNET_IP and not checkpoint.controlnets:
+            widths = replace(widths, residuals=())
     if checkpoint.embedding_rows and wrapper.package == "transformers":
         add_embedding_rows(network, checkpoint.embedding_rows)
         config["vocab_size"] += checkpoint.embedding_rows
-    if component == UNET_IP:
-        widths = replace(
-            widths,
-            image_slots=image_slots(checkpoint),
-            residuals=widths.residuals if checkpoint.controlnets else (),
-        )
-    if component == SAFETY_CHECKER:
-        concepts, special = (len(network.get_parameter(name)) for name in ("concept_embeds", "special_care_embeds"))
-        side = checked_side(checkpoint)
-        widths = replace(widths, checked_side=side, concepts=concepts, special_concepts=special)
     options: dict[str, Any] = {"rank": lora_rank} if wrapper.accepts_rank else {}
     if wrapper.accepts_bands:
         assert variant is not None
@@ -187,9 +175,10 @@ def load_network(
         options["use_winograd"] = layout == "channels_last" and precision.compute != "float32"
     module = wrapper.wrap(network, **options)
     if isinstance(module, LowRankUnetNetwork):
+        assert isinstance(widths, UnetWidths)
         widths = replace(widths, lora_down=module.packing.down_width, lora_up=module.packing.up_width)
     bands = variant.bands if variant else 1
-    multiples = {"cfg_half": bands * checkpoint.size_step(), "image": widths.vae_scale}
+    multiples = {"cfg_half": bands * checkpoint.size_step(), "image": checkpoint.vae_widths().scale}
     return Network(
         component,
         _placed(module, device, layout),
@@ -200,6 +189,34 @@ def load_network(
         multiples.get(spec.batch_unit),
         bands=bands,
     )
+
+
+def read_widths(checkpoint: Checkpoint, subfolder: str, network: nn.Module) -> object:
+    """Return the sizes that a component's signature takes, from its own network, config.json or file.
+
+    Those of an IP-Adapter depend on the UNet, which is its `network`.
+    """
+    kind, _, name = subfolder.partition(".")
+    if kind in ("unet", CONTROLNET):  # a ControlNet reads the UNet's texts, and embeds the same sizes
+        widths = checkpoint.unet_widths()
+        return replace(
+            widths,
+            time_embeds_width=time_width(network),
+            keys_values_width=text_width(network),
+            residuals=residual_shapes(network, widths.vae.scale),
+            control_types=control_type_count(network),
+            image_slots=image_slots(checkpoint) if checkpoint.ip_adapters else (1, 1),
+        )
+    if kind in (IMAGE_ENCODER, IP_ADAPTER):
+        files = checkpoint.ip_adapter(name)
+        features = features_of_image(checkpoint, files)
+        if kind == IMAGE_ENCODER:
+            return ImageEncoderWidths(checkpoint.config(subfolder).size("image_size"), features)
+        return IpAdapterWidths(features, tokens_of_image(checkpoint, files), text_width(network))
+    if kind == SAFETY_CHECKER:
+        concepts, special = (len(network.get_parameter(name)) for name in ("concept_embeds", "special_care_embeds"))
+        return SafetyCheckerWidths(checked_side(checkpoint), concepts, special)
+    return checkpoint.vae_widths() if kind == "vae" else checkpoint.text_widths(subfolder)
 
 
 def _placed(module: nn.Module, device: str, layout: Layout) -> nn.Module:
@@ -220,22 +237,16 @@ def _load_ip_adapter(
     layout = "plain" if plain else LAYOUTS.get(torch.device(device).type, "plain")
     unet_class = WRAPPERS["UnetNetwork"]
     unet = load_meta_module(unet_class.package, unet_class.class_name, checkpoint, "unet", dtype)
-    widths = replace(
-        checkpoint.widths(), image_features=features_of_image(checkpoint, files), keys_values_width=text_width(unet)
-    )
     if kind == IMAGE_ENCODER:
-        config = checkpoint.config(spec.checkpoint_folder)
-        read = load_meta_module if device == "meta" else (reader or ModuleReader()).read
         wrapper = WRAPPERS[spec.wrapper]
+        read = load_meta_module if device == "meta" else (reader or ModuleReader()).read
         network = read(wrapper.package, wrapper.class_name, checkpoint, spec.checkpoint_folder, dtype)
         module = image_encoder_network(files, network)
-        widths = replace(widths, image_side=config.size("image_size"))
-        entries = architecture(config, component)
+        entries = architecture(checkpoint.config(spec.checkpoint_folder), component)
     else:
         module = read_ip_adapter(files, unet, dtype, device)
-        widths = replace(widths, image_tokens=tokens_of_image(checkpoint, files))
         entries = architecture(checkpoint.config("unet"), component) | open_adapter(files).architecture
-    signature = spec.signature(widths, precision.io)
+    signature = spec.signature(read_widths(checkpoint, spec.checkpoint_folder, unet), precision.io)
     return Network(component, _placed(module, device, layout), signature, entries, precision, layout, None)
 
 

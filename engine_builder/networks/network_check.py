@@ -6,7 +6,7 @@ So a mistake is reported in seconds, and not after minutes of reading and compil
 import torch
 
 from engine_builder.checkpoints.controlnet import check_controlnets
-from engine_builder.checkpoints.folder import FAMILY_TITLES, Checkpoint, CheckpointConfig, CheckpointError
+from engine_builder.checkpoints.folder import Checkpoint, CheckpointConfig, CheckpointError
 from engine_builder.checkpoints.ip_adapter import check_ip_adapters
 from engine_builder.checkpoints.model_check import check_files, check_folder, check_tokenizer, read_shapes
 from engine_builder.checkpoints.presets import PRESETS
@@ -14,22 +14,18 @@ from engine_builder.checkpoints.safety_checker import check_safety_checker
 from engine_builder.networks.config_rules import check_config
 from engine_builder.networks.network import load_meta_module, load_network
 from engine_builder.networks.wrappers import WRAPPERS
+from model.pipeline.components import FAMILIES
 from model.pipeline.spec import (
-    BASE,
     CONTROL_COMPONENTS,
     CONTROLNET,
-    FAMILIES,
     IMAGE_ENCODER,
     IP_ADAPTER,
     IP_COMPONENTS,
-    REFINER,
     SAFETY,
     SAFETY_CHECKER,
+    Family,
     Part,
-    components_of,
-    tokenizers_of,
 )
-from model.store.manifest import Family
 from model.store.precision import FP32
 
 _MAX_LAYERS = 128  # of one block; SDXL's second text encoder has 32
@@ -61,13 +57,15 @@ def check_configs(base: Checkpoint, refiner: Checkpoint | None) -> list[Network]
     """
     if refiner is not None and (base.family, refiner.family) != ("sdxl", "sdxl"):
         raise CheckpointError(
-            f"{refiner.root} is a {FAMILY_TITLES[refiner.family]} and {base.root} a {FAMILY_TITLES[base.family]}. Only "
-            "Stable Diffusion XL has refiners.",
+            f"{refiner.root} is a {FAMILIES[refiner.family].title} and {base.root} a {FAMILIES[base.family].title}. "
+            "Only Stable Diffusion XL has refiners.",
             "Leave out the refiner (--no-refiner).",
         )
     checkpoints = _by_part(base, refiner)
     networks = [
-        network for part, checkpoint in checkpoints.items() for network in _check_part(checkpoint, part, base.family)
+        network
+        for part, checkpoint in checkpoints.items()
+        for network in _check_part(checkpoint, part, FAMILIES[base.family])
     ]
     _check_vae(base)
     _check_preset(base)
@@ -80,20 +78,20 @@ def _by_part(base: Checkpoint, refiner: Checkpoint | None) -> dict[Part, Checkpo
 
 def _check_part(checkpoint: Checkpoint, part: Part, family: Family) -> list[Network]:
     """Check the files and configurations of a base or a refiner. Returns its networks."""
-    wrappers = {spec.checkpoint_folder: WRAPPERS[spec.wrapper] for spec in components_of(family, [part])}
-    tokenizers = tokenizers_of(family) if part == "base" else ()
+    wrappers = {spec.checkpoint_folder: WRAPPERS[spec.wrapper] for spec in family.specs(part)}
+    tokenizers = family.tokenizers if part == "base" else ()
     check_files(checkpoint, [*wrappers, *tokenizers, "scheduler"])
     for folder, wrapper in wrappers.items():
-        check_config(checkpoint.config(folder), wrapper.class_name, family)
+        check_config(checkpoint.config(folder), wrapper.class_name, family.name)
     # The base's VAE decodes the refiner's images, whose own is not read.
-    widths = checkpoint.widths()
+    widths = checkpoint.unet_widths()
     if widths.extra_channels and part == "refiner":
         raise CheckpointError(
             f"{checkpoint.root}/unet is for inpainting, and a refiner of this kind is not supported.",
             "Name another refiner, or build without one (`--no-refiner`).",
         )
     has_score = part == "refiner" and checkpoint.index.get("requires_aesthetics_score", False)
-    expected = {"sd": 0, "sdxl": 5 if has_score else 6}[family]
+    expected = (5 if has_score else 6) if family.takes_sizes else 0
     if widths.time_ids != expected:
         raise CheckpointError(
             f"{checkpoint.root}/unet embeds {widths.time_ids} numbers of an image's size, and diffusers' pipeline of a "
@@ -146,10 +144,10 @@ def _check_vae(base: Checkpoint) -> None:
                 f"{expected!r:.80}. The UNet cannot use these latents.",
                 "Use a VAE that was made for this model.",
             )
-    if own.widths().vae_scale != base.widths().vae_scale:
+    if own.vae_widths().scale != base.vae_widths().scale:
         raise CheckpointError(
-            f"{base.vae} divides sides by {base.widths().vae_scale}, and the model's own VAE by "
-            f"{own.widths().vae_scale}.",
+            f"{base.vae} divides sides by {base.vae_widths().scale}, and the model's own VAE by "
+            f"{own.vae_widths().scale}.",
             "Use a VAE that was made for this model.",
         )
 
@@ -159,12 +157,12 @@ def _check_preset(base: Checkpoint) -> None:
     if preset is None:
         return
     if base.family not in preset.families:
-        names = " and ".join(FAMILY_TITLES[family] for family in preset.families)
+        names = " and ".join(FAMILIES[family].title for family in preset.families)
         raise CheckpointError(
-            f"The preset {preset.name} is for {names}, and {base.root} is a {FAMILY_TITLES[base.family]}.",
+            f"The preset {preset.name} is for {names}, and {base.root} is a {FAMILIES[base.family].title}.",
             f"Choose one of {', '.join(one.name for one in PRESETS.values() if base.family in one.families)}.",
         )
-    embeds_guidance = base.widths().timestep_cond > 0
+    embeds_guidance = base.unet_widths().timestep_cond > 0
     if embeds_guidance != preset.embeds_guidance:
         takes = "takes the guidance scale as an input" if embeds_guidance else "takes no guidance scale as an input"
         raise CheckpointError(
@@ -176,11 +174,11 @@ def _check_preset(base: Checkpoint) -> None:
 def _encoders_by_tokenizer(checkpoints: dict[Part, Checkpoint]) -> dict[str, list[tuple[Checkpoint, str]]]:
     """Return each tokenizer's text encoders, as checkpoint and subfolder."""
     encoders: dict[str, list[tuple[Checkpoint, str]]] = {}
-    for denoiser in (BASE, REFINER):
+    family = FAMILIES[checkpoints["base"].family]
+    for denoiser in family.denoisers:
         if denoiser.part in checkpoints:
-            components = FAMILIES[checkpoints["base"].family]
-            for component, tokenizer in denoiser.encoders(components):
-                encoder = (checkpoints[denoiser.part], components[component].checkpoint_folder)
+            for component, tokenizer in denoiser.text_encoders:
+                encoder = (checkpoints[denoiser.part], family.components[component].checkpoint_folder)
                 encoders.setdefault(tokenizer, []).append(encoder)
     return encoders
 

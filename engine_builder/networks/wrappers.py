@@ -71,6 +71,8 @@ WRAPPERS = {
     "VaeEncoderNetwork": Wrapper("diffusers", "AutoencoderKL", VaeEncoderNetwork),
     "VaeDecoderNetwork": Wrapper("diffusers", "AutoencoderKL", VaeDecoderNetwork),
     "SafetyCheckerNetwork": Wrapper(
-        "diffusers.pipelines.stable_diffusion.safety_checker", "StableDiffusionSafetyChecker", SafetyCheckerNetwork
+        "diffusers.pipelines.stable_diffusion.safety_checker",
+        "StableDiffusionSafetyChecker",
+        SafetyCheckerNetwork,
     ),
 }

@@ -36,7 +36,8 @@ from engine_builder.quantization.record import (
 )
 from engine_builder.stores.store import WritableStore
 from model.api.request import GenerationRequest
-from model.pipeline.spec import COMPONENTS, VAE_DECODER, unets
+from model.pipeline.components import COMPONENTS, unets
+from model.pipeline.spec import VAE_DECODER
 from model.store.precision import Precision
 
 Ranges = dict[str, InputRange]

@@ -18,8 +18,8 @@ from engine_builder.stores.store import WritableStore
 from model.engines.engine import EngineSet
 from model.errors import PreheatError
 from model.loading.target import Target
+from model.pipeline.components import unets
 from model.pipeline.params import GenerationParams
-from model.pipeline.spec import unets
 from model.store.precision import FP8, INT8, Precision
 
 # Of a GPU: torch._scaled_mm multiplies E4M3 from compute capability 8.9 on, and torch._int_mm int8 from 8.0 on.

@@ -10,7 +10,8 @@ from engine_builder.quantization.quantize import QuantizedLayer, quantize_networ
 from engine_builder.quantization.ranges import InputRange
 from engine_builder.quantization.record import find_calibration
 from engine_builder.stores.store import WritableStore
-from model.pipeline.spec import COMPONENTS, VAE_DECODER, find_component, unets
+from model.pipeline.components import COMPONENTS, find_component, unets
+from model.pipeline.spec import VAE_DECODER
 from model.store.manifest import Fp16Steps
 from model.store.precision import FP8, Precision
 

@@ -13,7 +13,7 @@ from engine_builder.releases.signing import public_key, sign
 from engine_builder.releases.validation_gate import quantized_engines, require_validation
 from engine_builder.stores.store import WritableStore
 from model.errors import ManifestError, PreheatError, ReleaseExists, UntrustedRelease
-from model.pipeline.spec import find_component
+from model.pipeline.components import find_component
 from model.store.manifest import EngineRecord, Manifest
 from model.store.manifest_json import split_name
 from model.store.precision import FP16

@@ -6,7 +6,7 @@ from engine_builder.quantization.validation.thresholds import Thresholds, violat
 from engine_builder.stores.store import WritableStore
 from engine_builder.stores.writing import record_key
 from model.errors import PreheatError
-from model.pipeline.spec import find_component
+from model.pipeline.components import find_component
 from model.store.manifest import EngineRecord, Manifest, Validation
 from model.store.precision import FP16
 

@@ -20,14 +20,11 @@ from model.denoising.edm_schedule import schedule_from_dict
 from model.denoising.samplers import COEFFICIENTS, KNOWN_COEFFICIENTS, sampler_schedule
 from model.engines.signatures import KEYS_VALUES, TIMESTEP_COND, control_types
 from model.loading.served import read_defaults
+from model.pipeline.components import FAMILIES
 from model.pipeline.spec import (
-    BASE,
     CONTROL_COMPONENTS,
     CONTROLNET,
     CONTROLNET_TIME,
-    UNET,
-    UNET_TEXT,
-    UNET_TIME,
     VAE_DECODER,
     VAE_ENCODER,
     control_components,
@@ -59,10 +56,11 @@ def hidden_name(encoder: str) -> str:
 
 def components_of_model(name: str, manifest: Manifest) -> tuple[str, ...]:
     """Return the components that a model of the unrolled pipeline loads."""
-    encoders = tuple(encoder for encoder, _ in BASE.encoders(manifest.architectures))
+    denoiser = FAMILIES[manifest.family].base
+    encoders = tuple(encoder for encoder, _ in denoiser.text_encoders)
     controls = control_components(controls_of(manifest))
-    in_steps = (UNET, *(spec.name for spec in controls if spec.phase == "step"))
-    conditioning = (UNET_TEXT, UNET_TIME, *(spec.name for spec in controls if spec.phase != "step"))
+    in_steps = (denoiser.unet, *(spec.name for spec in controls if spec.phase == "step"))
+    conditioning = (denoiser.text, denoiser.time, *(spec.name for spec in controls if spec.phase != "step"))
     conditioning += (VAE_ENCODER,) if takes_image(manifest) else ()
     used = {"text_encoders": encoders, "conditioner": conditioning, "denoiser": in_steps}
     return used.get(name, (VAE_DECODER,) if name == "vae_decoder" else ())
@@ -91,7 +89,8 @@ def unrolled_models(manifest: Manifest, steps: int) -> dict[str, TritonModel]:
             "unrolled pipeline does not do.",
             "Write the repository with --loop.",
         )
-    unet, time, text = (_engine(manifest, name) for name in (UNET, UNET_TIME, UNET_TEXT))
+    denoiser = FAMILIES[manifest.family].base
+    unet, time, text = (_engine(manifest, name) for name in (denoiser.unet, denoiser.time, denoiser.text))
     if {spec.name for spec in unet.signature.inputs} != _UNET_INPUTS or unet.signature.extra_channels:
         raise RepositoryError(
             f"The UNet of release {manifest.name} takes more than latents, time and text, such as a mask, and the "
@@ -195,7 +194,7 @@ def control_tensor(controlnet: str, name: str) -> str:
 
 def texts_of(manifest: Manifest) -> int:
     """Return the texts of an image: its prompt and negative prompt, or 1 if the UNet embeds the guidance scale."""
-    names = {spec.name for spec in _engine(manifest, UNET_TIME).signature.inputs}
+    names = {spec.name for spec in _engine(manifest, FAMILIES[manifest.family].base.time).signature.inputs}
     return 1 if TIMESTEP_COND in names else 2
 
 
@@ -305,7 +304,7 @@ def _tokens(manifest: Manifest) -> int:
 
 def _encoded(manifest: Manifest, texts: int) -> Sequence[Tensor]:
     tensors = []
-    encoders = BASE.encoders(manifest.architectures)
+    encoders = FAMILIES[manifest.family].base.text_encoders
     for encoder, _ in encoders:
         outputs = {spec.name: spec for spec in _engine(manifest, encoder).signature.outputs}
         tensors.append(_tensor(hidden_name(encoder), outputs["hidden_states"], texts))

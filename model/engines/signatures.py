@@ -26,68 +26,101 @@ CLIP_SKIP = "clip_skip"  # which hidden states a text encoder returns
 
 
 @dataclass(frozen=True)
-class Widths:
-    """The sizes of a model in its signatures. `engine_builder.checkpoints` reads them."""
+class TextEncoderWidths:
+    """The sizes of a text encoder. layers: 0: it takes no clip_skip."""
 
     tokens: int
-    text_width: int
-    text_width_2: int
-    pooled_width: int  # 0: the UNet takes no pooled text and no sizes
-    context_width: int  # of the UNet's text embeddings: the sum of its text encoders' widths
-    latent_channels: int
-    time_ids: int
-    vae_scale: int
-    timestep_cond: int = 0  # 0: the UNet does not embed the guidance scale
-    unet_chunks: int | None = 1  # chunks of text that the UNet reads; None: any number
-    text_layers: int = 0  # of the first text encoder, and of the second one; 0: it takes no clip_skip
-    text_layers_2: int = 0
-    extra_channels: int = 0  # that the UNet takes after the latents: a mask and masked latents
-    time_embeds_width: int = 0  # this and the next are set once the UNet is read
-    keys_values_width: int = 0  # 0: no attention to the text
-    lora_down: int = 1  # of a UNet with low-rank inputs, set once it is read
-    lora_up: int = 1
-    residuals: tuple[tuple[int, int], ...] = ()  # of a ControlNet: channels, and pixels for each element's side
-    control_types: int = 0  # of a Union network
-    image_side: int = 1  # pixels of the square that an image encoder takes
-    image_features: tuple[int, ...] = (1,)  # an image encoder's output of an image: (width,) or (tokens, width)
-    image_tokens: int = 1  # that an IP-Adapter makes of an image
-    image_slots: tuple[int, int] = (1, 1)  # of a UNet: the most IP-Adapters, and the most tokens of each
-    checked_side: int = 224  # pixels of each side of the image that a safety checker takes
-    concepts: int = 17  # that a safety checker looks for
-    special_concepts: int = 3
+    width: int
+    pooled_width: int = 0
+    layers: int = 0
 
-    @property
-    def unet_tokens(self) -> int | str:
-        """The number of tokens whose keys and values a UNet or a ControlNet reads, or its symbol."""
-        return TOKENS if self.unet_chunks is None else self.unet_chunks * self.tokens
+
+@dataclass(frozen=True)
+class VaeWidths:
+    """The sizes of a VAE. scale: pixels on a side of a latent."""
+
+    latent_channels: int
+    scale: int
 
     @property
     def latents(self) -> tuple[str | int, ...]:
         """Shape of latents."""
-        return ("rows", self.latent_channels, f"height/{self.vae_scale}", f"width/{self.vae_scale}")
+        return ("rows", self.latent_channels, f"height/{self.scale}", f"width/{self.scale}")
 
 
-def text_signature(widths: Widths, dtype: Dtype) -> Signature:
+@dataclass(frozen=True)
+class UnetWidths:
+    """The sizes of a UNet or a ControlNet, whose latents are those of `vae`."""
+
+    vae: VaeWidths
+    tokens: int
+    context_width: int  # of the text embeddings: the sum of the text encoders' widths
+    pooled_width: int = 0  # 0: it takes no pooled text and no sizes
+    time_ids: int = 0
+    timestep_cond: int = 0  # 0: it does not embed the guidance scale
+    extra_channels: int = 0  # that it takes after the latents: a mask and masked latents
+    chunks: int | None = 1  # of text that it reads; None: any number
+    time_embeds_width: int = 0  # this and the following ones are set once the network is read
+    keys_values_width: int = 0  # 0: no attention to the text
+    lora_down: int = 1  # with low-rank inputs
+    lora_up: int = 1
+    residuals: tuple[tuple[int, int], ...] = ()  # of a ControlNet: channels, and pixels for each element's side
+    control_types: int = 0  # of a Union network
+    image_slots: tuple[int, int] = (1, 1)  # the most IP-Adapters, and the most tokens of each
+
+    @property
+    def all_tokens(self) -> int | str:
+        """The number of tokens whose keys and values are read, or its symbol."""
+        return TOKENS if self.chunks is None else self.chunks * self.tokens
+
+
+@dataclass(frozen=True)
+class ImageEncoderWidths:
+    """The sizes of an IP-Adapter's image encoder."""
+
+    side: int  # pixels of the square that it takes
+    features: tuple[int, ...]  # its output of an image, (width,) or (tokens, width)
+
+
+@dataclass(frozen=True)
+class IpAdapterWidths:
+    """The sizes of an IP-Adapter. tokens: that it makes of an image. keys_values_width: of its UNet."""
+
+    features: tuple[int, ...]
+    tokens: int
+    keys_values_width: int
+
+
+@dataclass(frozen=True)
+class SafetyCheckerWidths:
+    """The sizes of a safety checker. side: pixels of the square that it takes."""
+
+    side: int
+    concepts: int
+    special_concepts: int
+
+
+def text_signature(widths: TextEncoderWidths, dtype: Dtype) -> Signature:
     """input_ids [batch, tokens] -> the hidden states that the UNet reads [batch, tokens, width].
 
     clip_skip [batch, layers] is one-hot. A 1 in column k selects the states of k layers before those that the UNet was
     trained with.
     """
     return Signature(
-        inputs=_text_inputs(widths.tokens, widths.text_layers),
-        outputs=(TensorSpec(name="hidden_states", dtype=dtype, shape=("rows", widths.tokens, widths.text_width)),),
+        inputs=_text_inputs(widths.tokens, widths.layers),
+        outputs=(TensorSpec(name="hidden_states", dtype=dtype, shape=("rows", widths.tokens, widths.width)),),
     )
 
 
-def pooled_text_signature(widths: Widths, dtype: Dtype) -> Signature:
+def pooled_text_signature(widths: TextEncoderWidths, dtype: Dtype) -> Signature:
     """input_ids [batch, tokens] -> penultimate hidden states, and the pooled projection [batch, width].
 
     clip_skip: see `text_signature`. It does not change the pooled projection.
     """
     return Signature(
-        inputs=_text_inputs(widths.tokens, widths.text_layers_2),
+        inputs=_text_inputs(widths.tokens, widths.layers),
         outputs=(
-            TensorSpec(name="hidden_states", dtype=dtype, shape=("rows", widths.tokens, widths.text_width_2)),
+            TensorSpec(name="hidden_states", dtype=dtype, shape=("rows", widths.tokens, widths.width)),
             TensorSpec(name="pooled", dtype=dtype, shape=("rows", widths.pooled_width)),
         ),
     )
@@ -109,7 +142,7 @@ def clip_skip_columns(signature: Signature) -> int:
     return next((int(spec.shape[1]) for spec in signature.inputs if spec.name == CLIP_SKIP), 0)
 
 
-def unet_text_signature(widths: Widths, dtype: Dtype) -> Signature:
+def unet_text_signature(widths: UnetWidths, dtype: Dtype) -> Signature:
     """Text embeddings -> keys and values of all cross-attentions of a UNet, computed once for each prompt."""
     text, width = ("rows", widths.tokens, widths.context_width), widths.keys_values_width
     return Signature(
@@ -118,11 +151,11 @@ def unet_text_signature(widths: Widths, dtype: Dtype) -> Signature:
     )
 
 
-def unet_time_signature(widths: Widths, dtype: Dtype) -> Signature:
+def unet_time_signature(widths: UnetWidths, dtype: Dtype) -> Signature:
     """Timestep, and for SDXL pooled text and sizes -> the embeddings that each ResNet block of a UNet adds.
 
     The batch is the number of timesteps: all steps of a request are computed at once. A UNet that embeds the guidance
-    scale has it as a further input (`Widths.timestep_cond`).
+    scale has it as a further input (`UnetWidths.timestep_cond`).
     """
     inputs = [TensorSpec(name="timestep", dtype="float32", shape=("rows",))]
     if widths.pooled_width:
@@ -139,24 +172,24 @@ def timestep_cond_width(signature: Signature) -> int:
     return next((int(spec.shape[1]) for spec in signature.inputs if spec.name == TIMESTEP_COND), 0)
 
 
-def unet_signature(widths: Widths, dtype: Dtype) -> Signature:
+def unet_signature(widths: UnetWidths, dtype: Dtype) -> Signature:
     """Latents with their time embeddings, keys and values -> the predicted noise, of the latents' shape.
 
-    A UNet that was trained for inpainting takes further channels after the latents (`Widths.extra_channels`).
+    A UNet that was trained for inpainting takes further channels after the latents (`UnetWidths.extra_channels`).
     """
-    batch, _, *sides = widths.latents
-    sample = (batch, widths.latent_channels + widths.extra_channels, *sides)
+    batch, _, *sides = widths.vae.latents
+    sample = (batch, widths.vae.latent_channels + widths.extra_channels, *sides)
     return Signature(
         inputs=(
             TensorSpec(name="sample", dtype=dtype, shape=sample),
             TensorSpec(name="time_embeds", dtype=dtype, shape=("rows", widths.time_embeds_width)),
-            TensorSpec(name=KEYS_VALUES, dtype=dtype, shape=("rows", widths.unet_tokens, widths.keys_values_width)),
+            TensorSpec(name=KEYS_VALUES, dtype=dtype, shape=("rows", widths.all_tokens, widths.keys_values_width)),
         ),
-        outputs=(TensorSpec(name="noise", dtype=dtype, shape=widths.latents),),
+        outputs=(TensorSpec(name="noise", dtype=dtype, shape=widths.vae.latents),),
     )
 
 
-def lora_unet_signature(widths: Widths, dtype: Dtype) -> Signature:
+def lora_unet_signature(widths: UnetWidths, dtype: Dtype) -> Signature:
     """The inputs of `unet_signature` and the low-rank factors of all linears -> the predicted noise."""
     plain = unet_signature(widths, dtype)
     factors = ((LORA_DOWN, widths.lora_down), (LORA_UP, widths.lora_up))
@@ -164,74 +197,79 @@ def lora_unet_signature(widths: Widths, dtype: Dtype) -> Signature:
     return Signature(inputs=inputs, outputs=plain.outputs)
 
 
-def controlled_unet_signature(widths: Widths, dtype: Dtype) -> Signature:
+def controlled_unet_signature(widths: UnetWidths, dtype: Dtype) -> Signature:
     """A UNet that also takes the outputs of ControlNets: a tensor for each skip connection, and one for the middle."""
     unet = unet_signature(widths, dtype)
     return Signature(inputs=(*unet.inputs, *_residuals(widths, dtype)), outputs=unet.outputs)
 
 
-def ip_unet_signature(widths: Widths, dtype: Dtype) -> Signature:
+def ip_unet_signature(widths: UnetWidths, dtype: Dtype) -> Signature:
     """A UNet that also takes keys and values of reference images, and with ControlNets their outputs.
 
     The inputs of images are [batch, adapters, tokens, width], the bias [batch, adapters, tokens].
     """
     unet, shape = unet_signature(widths, dtype), ("rows", *widths.image_slots)
-    images = (*_image_keys_values(widths, dtype, shape), TensorSpec(name=IMAGE_BIAS, dtype="float32", shape=shape))
+    images = (
+        *_image_keys_values(widths.keys_values_width, dtype, shape),
+        TensorSpec(name=IMAGE_BIAS, dtype="float32", shape=shape),
+    )
     residuals = _residuals(widths, dtype) if widths.residuals else ()
     return Signature(inputs=(*unet.inputs, *images, *residuals), outputs=unet.outputs)
 
 
-def image_encoder_signature(widths: Widths, dtype: Dtype) -> Signature:
+def image_encoder_signature(widths: ImageEncoderWidths, dtype: Dtype) -> Signature:
     """Normalized pixels of a square, [batch, 3, side, side] -> features [batch, width] or [batch, tokens, width]."""
-    pixels = TensorSpec(name="pixels", dtype=dtype, shape=("rows", 3, widths.image_side, widths.image_side))
-    return Signature(inputs=(pixels,), outputs=(_image_features(widths, dtype),))
+    pixels = TensorSpec(name="pixels", dtype=dtype, shape=("rows", 3, widths.side, widths.side))
+    return Signature(inputs=(pixels,), outputs=(_image_features(widths.features, dtype),))
 
 
-def ip_adapter_signature(widths: Widths, dtype: Dtype) -> Signature:
+def ip_adapter_signature(widths: IpAdapterWidths, dtype: Dtype) -> Signature:
     """Features of an image -> keys and values of its tokens in all cross-attentions, [batch, tokens, width] each."""
-    outputs = _image_keys_values(widths, dtype, ("rows", widths.image_tokens))
-    return Signature(inputs=(_image_features(widths, dtype),), outputs=outputs)
+    outputs = _image_keys_values(widths.keys_values_width, dtype, ("rows", widths.tokens))
+    return Signature(inputs=(_image_features(widths.features, dtype),), outputs=outputs)
 
 
-def _image_features(widths: Widths, dtype: Dtype) -> TensorSpec:
-    return TensorSpec(name=IMAGE_FEATURES, dtype=dtype, shape=("rows", *widths.image_features))
+def _image_features(features: tuple[int, ...], dtype: Dtype) -> TensorSpec:
+    return TensorSpec(name=IMAGE_FEATURES, dtype=dtype, shape=("rows", *features))
 
 
-def _image_keys_values(widths: Widths, dtype: Dtype, shape: tuple[str | int, ...]) -> tuple[TensorSpec, TensorSpec]:
-    width = max(1, widths.keys_values_width // 2)
+def _image_keys_values(
+    keys_values_width: int, dtype: Dtype, shape: tuple[str | int, ...]
+) -> tuple[TensorSpec, TensorSpec]:
+    width = max(1, keys_values_width // 2)
     keys, values = (TensorSpec(name=name, dtype=dtype, shape=(*shape, width)) for name in (IMAGE_KEYS, IMAGE_VALUES))
     return keys, values
 
 
-def controlnet_signature(widths: Widths, dtype: Dtype) -> Signature:
+def controlnet_signature(widths: UnetWidths, dtype: Dtype) -> Signature:
     """Latents with their time embeddings, keys and values, and the control image's embedding -> scaled residuals.
 
     A network without attention to the text has no keys and values.
     """
     inputs = [
-        TensorSpec(name="sample", dtype=dtype, shape=widths.latents),
+        TensorSpec(name="sample", dtype=dtype, shape=widths.vae.latents),
         TensorSpec(name="time_embeds", dtype=dtype, shape=("rows", widths.time_embeds_width)),
     ]
     if widths.keys_values_width:
-        shape = ("rows", widths.unet_tokens, widths.keys_values_width)
+        shape = ("rows", widths.all_tokens, widths.keys_values_width)
         inputs.append(TensorSpec(name=KEYS_VALUES, dtype=dtype, shape=shape))
     inputs += [_control(widths, dtype), TensorSpec(name=CONTROL_SCALE, dtype="float32", shape=("rows", 1))]
     return Signature(inputs=tuple(inputs), outputs=_residuals(widths, dtype))
 
 
-def controlnet_time_signature(widths: Widths, dtype: Dtype) -> Signature:
+def controlnet_time_signature(widths: UnetWidths, dtype: Dtype) -> Signature:
     """Like a UNet's. A ControlNet embeds no guidance scale. A Union network embeds the type of the control image."""
     inputs = unet_time_signature(replace(widths, timestep_cond=0), dtype)
     return Signature(inputs=(*inputs.inputs, *_control_type(widths)), outputs=inputs.outputs)
 
 
-def controlnet_image_signature(widths: Widths, dtype: Dtype) -> Signature:
+def controlnet_image_signature(widths: UnetWidths, dtype: Dtype) -> Signature:
     """Control image in [0, 1], [batch, 3, height, width] -> its embedding, of a latent's height and width."""
     pixels = TensorSpec(name="pixels", dtype=dtype, shape=("rows", 3, "height", "width"))
     return Signature(inputs=(pixels, *_control_type(widths)), outputs=(_control(widths, dtype),))
 
 
-def _residuals(widths: Widths, dtype: Dtype) -> tuple[TensorSpec, ...]:
+def _residuals(widths: UnetWidths, dtype: Dtype) -> tuple[TensorSpec, ...]:
     """Return the outputs of a ControlNet: of each skip connection in the order of the forward pass, then the middle."""
     names = [*(f"residual_{index}" for index in range(len(widths.residuals) - 1)), "residual_mid"]
     return tuple(
@@ -240,12 +278,12 @@ def _residuals(widths: Widths, dtype: Dtype) -> tuple[TensorSpec, ...]:
     )
 
 
-def _control(widths: Widths, dtype: Dtype) -> TensorSpec:
-    batch, _, *sides = widths.latents
+def _control(widths: UnetWidths, dtype: Dtype) -> TensorSpec:
+    batch, _, *sides = widths.vae.latents
     return TensorSpec(name=CONTROL, dtype=dtype, shape=(batch, widths.residuals[0][0], *sides))
 
 
-def _control_type(widths: Widths) -> tuple[TensorSpec, ...]:
+def _control_type(widths: UnetWidths) -> tuple[TensorSpec, ...]:
     spec = TensorSpec(name=CONTROL_TYPE, dtype="float32", shape=("rows", widths.control_types or 1))
     return (spec,) if widths.control_types else ()
 
@@ -271,7 +309,7 @@ def control_types(time: Signature) -> int:
     return next((int(spec.shape[1]) for spec in time.inputs if spec.name == CONTROL_TYPE), 0)
 
 
-def vae_encoder_signature(widths: Widths, dtype: Dtype) -> Signature:
+def vae_encoder_signature(widths: VaeWidths, dtype: Dtype) -> Signature:
     """Pixels in [-1, 1], [batch, 3, height, width] -> mean and log variance of the latents, one after the other."""
     moments = (widths.latents[0], 2 * widths.latent_channels, *widths.latents[2:])
     return Signature(
@@ -280,7 +318,7 @@ def vae_encoder_signature(widths: Widths, dtype: Dtype) -> Signature:
     )
 
 
-def vae_decoder_signature(widths: Widths, dtype: Dtype) -> Signature:
+def vae_decoder_signature(widths: VaeWidths, dtype: Dtype) -> Signature:
     """Latents divided by the scaling factor -> pixels in [-1, 1], [batch, 3, height, width]."""
     return Signature(
         inputs=(TensorSpec(name="latents", dtype=dtype, shape=widths.latents),),
@@ -288,9 +326,9 @@ def vae_decoder_signature(widths: Widths, dtype: Dtype) -> Signature:
     )
 
 
-def safety_checker_signature(widths: Widths, dtype: Dtype) -> Signature:
+def safety_checker_signature(widths: SafetyCheckerWidths, dtype: Dtype) -> Signature:
     """pixel_values [batch, 3, side, side] -> scores of special concepts and of the others, each [batch, concepts]."""
-    pixels = TensorSpec(name="pixel_values", dtype=dtype, shape=("rows", 3, widths.checked_side, widths.checked_side))
+    pixels = TensorSpec(name="pixel_values", dtype=dtype, shape=("rows", 3, widths.side, widths.side))
     outputs = [("special_scores", widths.special_concepts), ("concept_scores", widths.concepts)]
     return Signature(
         inputs=(pixels,),

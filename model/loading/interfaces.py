@@ -1,41 +1,32 @@
 """Check that each loaded engine takes and returns the tensors that the pipeline's description names."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from model.engines import signatures
 from model.engines.engine import EngineSet
-from model.engines.signatures import IMAGE_BIAS, IMAGE_FEATURES, IMAGE_KEYS, IMAGE_VALUES, Widths, residuals_of
+from model.engines.signatures import IMAGE_BIAS, IMAGE_FEATURES, IMAGE_KEYS, IMAGE_VALUES, UnetWidths, VaeWidths
 from model.errors import EngineError
-from model.pipeline.spec import (
-    CONTROL_COMPONENTS,
-    CONTROLNET,
-    IMAGE_ENCODER,
-    IP_ADAPTER,
-    TEXT_ENCODER_FINAL,
-    UNET_CONTROLLED,
-    UNET_IP,
-    ComponentSpec,
-    find_component,
-    ip_adapters_of,
-)
+from model.pipeline.components import find_component
+from model.pipeline.spec import IMAGE_ENCODER, IP_ADAPTER, UNET_CONTROLLED, UNET_IP, ComponentSpec, ip_adapters_of
 from model.store.manifest import Signature, TensorSpec
 
 # Only names are compared, so the sizes do not matter.
-_WIDTHS = Widths(
-    tokens=1, text_width=1, text_width_2=1, pooled_width=1, context_width=1, latent_channels=1, time_ids=1, vae_scale=1,
-    time_embeds_width=1, keys_values_width=1,
-)  # fmt: skip
+_VAE = VaeWidths(latent_channels=1, scale=1)
+_UNET = UnetWidths(
+    _VAE, tokens=1, context_width=1, pooled_width=1, time_ids=1, time_embeds_width=1, keys_values_width=1
+)
 _Names = tuple[list[str], list[str]]
 
 
 def check_interfaces(engines: Mapping[str, EngineSet]) -> None:
     """Raise EngineError for a component whose engines have the inputs or outputs of another one."""
-    # The UNets of the other text encoders take pooled text.
-    widths = replace(_WIDTHS, pooled_width=0) if TEXT_ENCODER_FINAL in engines else _WIDTHS
-    residuals = residuals_of(engines[UNET_CONTROLLED].signature) if UNET_CONTROLLED in engines else ()
+    pools_text = any(find_component(name)[0].signature is signatures.pooled_text_signature for name in engines)
+    unet = _UNET if pools_text else replace(_UNET, pooled_width=0)
+    residuals = signatures.residuals_of(engines[UNET_CONTROLLED].signature) if UNET_CONTROLLED in engines else ()
     for name, engine_set in engines.items():
         spec, _ = find_component(name)
-        actual, expected = _names(engine_set.signature), _expected_names(spec, widths, residuals)
+        actual, expected = _names(engine_set.signature), _expected_names(spec, unet, residuals)
         if actual not in expected:
             raise EngineError(
                 f"The {name} engines cannot be used. They take {', '.join(actual[0])} and return "
@@ -55,7 +46,7 @@ def _check_ip_adapters(engines: Mapping[str, EngineSet], residuals: Sequence[Ten
     """Raise EngineError if the tensors that an IP-Adapter's networks pass on have different shapes."""
     unet = engines[UNET_IP].signature
     inputs = {spec.name: spec.shape for spec in unet.inputs}
-    own_residuals = residuals_of(unet)
+    own_residuals = signatures.residuals_of(unet)
     problem = (
         "the shapes of the ControlNets' outputs"
         if residuals and own_residuals and (_shapes(residuals) != _shapes(own_residuals))
@@ -76,23 +67,30 @@ def _check_ip_adapters(engines: Mapping[str, EngineSet], residuals: Sequence[Ten
         raise EngineError(f"The engines of IP-Adapters differ in {problem}. The release mixes up its engines.")
 
 
-def _expected_names(spec: ComponentSpec, widths: Widths, residuals: Sequence[TensorSpec]) -> list[_Names]:
+def _expected_names(spec: ComponentSpec, unet: UnetWidths, residuals: Sequence[TensorSpec]) -> list[_Names]:
     """Return a component's names without and with its optional inputs.
 
     Those are the embedded guidance scale, clip_skip, and of ControlNets the text and the type of the control image.
     """
-    variants = [replace(widths, timestep_cond=n, text_layers=n, text_layers_2=n) for n in (0, 1)]
-    kind = spec.name.partition(".")[0]
-    if kind == UNET_IP:  # with or without the outputs of ControlNets
-        with_residuals = replace(widths, residuals=((1, 1),) * len(residuals))
-        variants = [widths, with_residuals] if residuals else [widths]
-    if kind in CONTROL_COMPONENTS:
-        of_control = replace(widths, residuals=((1, 1),) * len(residuals))
-        texts = (1, 0) if kind == CONTROLNET else (1,)
-        variants = [
-            replace(of_control, control_types=types, keys_values_width=text) for types in (0, 1) for text in texts
-        ]
-    return [_names(spec.signature(variant, "float32")) for variant in variants]
+    controlled = replace(unet, residuals=((1, 1),) * len(residuals))
+    texts = [signatures.TextEncoderWidths(tokens=1, width=1, pooled_width=1, layers=layers) for layers in (0, 1)]
+    types = [replace(controlled, control_types=count) for count in (0, 1)]
+    widths: dict[Callable[..., Signature], Sequence[object]] = {
+        signatures.text_signature: texts,
+        signatures.pooled_text_signature: texts,
+        signatures.unet_time_signature: [replace(unet, timestep_cond=width) for width in (0, 1)],
+        signatures.vae_encoder_signature: [_VAE],
+        signatures.vae_decoder_signature: [_VAE],
+        signatures.controlled_unet_signature: [controlled],
+        signatures.controlnet_time_signature: types,
+        signatures.controlnet_image_signature: types,
+        signatures.controlnet_signature: [controlled, replace(controlled, keys_values_width=0)],
+        signatures.ip_unet_signature: [unet, controlled] if residuals else [unet],
+        signatures.image_encoder_signature: [signatures.ImageEncoderWidths(side=1, features=(1,))],
+        signatures.ip_adapter_signature: [signatures.IpAdapterWidths((1,), tokens=1, keys_values_width=1)],
+        signatures.safety_checker_signature: [signatures.SafetyCheckerWidths(1, concepts=1, special_concepts=1)],
+    }
+    return [_names(spec.signature(of_kind, "float32")) for of_kind in widths.get(spec.signature, [unet])]
 
 
 def _shapes(specs: Sequence[TensorSpec]) -> list[tuple[object, ...]]:

@@ -29,8 +29,9 @@ from model.loading.select import Selection, select
 from model.loading.served import ServedModel, ServedRelease, served_model
 from model.loading.target import Target
 from model.loading.token_tables import check_token_ids
+from model.pipeline.components import COMPONENTS, FAMILIES, find_component
 from model.pipeline.loaded_model import LoadedModel
-from model.pipeline.spec import ADDED_COMPONENTS, COMPONENTS, UNET, UNET_LORA, find_component
+from model.pipeline.spec import ADDED_COMPONENTS, UNET_LORA
 from model.prompts.tokenizer import ClipTokenizer, open_tokenizer
 from model.settings import ServedBucket, ServedPrecision
 from model.store.manifest import Blob, EngineRecord, Fp16Steps, WeightsRecord
@@ -117,7 +118,8 @@ def load_release(
             bands=bands,
         )
         served = served_model(selection, buckets, adapters.names, safety)
-        unet = selection.engines[UNET][0]
+        family = FAMILIES[manifest.family]
+        unet = selection.engines[family.base.unet][0]
         if components is not None:
             selection = selection.only(components)
         adapter_records = read_adapters(store, adapters.names, public_keys, selection)
@@ -179,6 +181,7 @@ def load_release(
         noise_schedules=noise_schedules,
         settings=manifest.settings,
         device=device,
+        family=family,
         fp16_engines=fp16_engines,
         fp16_steps=selection.fp16_steps or Fp16Steps(),
         adapters=library,

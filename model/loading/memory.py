@@ -8,16 +8,8 @@ import torch
 from model.denoising.buffers import COND_BY_SLOT, buffer_shapes
 from model.errors import OutOfDeviceMemory
 from model.loading.select import Selection
-from model.pipeline.spec import (
-    CONTROLNET,
-    control_inputs_by_step,
-    controlled_unet,
-    controlnets_of,
-    find_component,
-    ip_unet,
-    loop_unets,
-    step_components,
-)
+from model.pipeline.components import find_component, loop_unets, step_components
+from model.pipeline.spec import CONTROLNET, control_inputs_by_step, controlled_unet, controlnets_of, ip_unet
 from model.store.manifest import EngineRecord, Signature
 
 

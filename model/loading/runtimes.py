@@ -21,7 +21,8 @@ from model.engines.tensorrt.libraries import (
 )
 from model.engines.tensorrt.runtime_caches import RuntimeCacheFolder
 from model.loading.target import Target, detect_targets
-from model.pipeline.spec import COMPONENTS, UNET, UNET_GUIDED, components_of, unets
+from model.pipeline.components import COMPONENTS, FAMILIES, unets
+from model.pipeline.spec import UNET_GUIDED
 from model.settings import RuntimeChoice
 from model.store.blob_cache import RUNTIME_CACHES
 from model.store.manifest import EngineRecord, Manifest
@@ -129,7 +130,8 @@ def servable_engines(
     gets the one that goes with it (fp16 with fp8), and otherwise the first of SERVED_FIRST that it has.
     """
     engines = _engines_of(manifest, component, target)
-    of_unet = precision or _first({engine.precision for engine in _engines_of(manifest, UNET, target)}, SERVED_FIRST)
+    unets_of_base = _engines_of(manifest, FAMILIES[manifest.family].base.unet, target)
+    of_unet = precision or _first({engine.precision for engine in unets_of_base}, SERVED_FIRST)
     preferred = (of_unet, of_unet.unquantized, *SERVED_FIRST) if of_unet else SERVED_FIRST
     served = _first({engine.precision for engine in engines}, preferred)
     return [engine for engine in engines if engine.precision == served]
@@ -204,13 +206,14 @@ def request_milliseconds(
         smallest = min(large_enough, key=lambda e: (e.bucket.batch.max, names.index(e.component)), default=None)
         return smallest.benchmark.median if smallest is not None and smallest.benchmark else None
 
-    step = median(2, UNET_GUIDED, UNET)
-    if step is None and (half := median(1, UNET)) is not None:  # no batch holds both halves
+    unet = FAMILIES[manifest.family].base.unet
+    step = median(2, UNET_GUIDED, unet)
+    if step is None and (half := median(1, unet)) is not None:  # no batch holds both halves
         step = 2 * half
     # Requests use no refiner by default. Outside the steps a request has one image and two texts: the prompt and the
-    # negative prompt. All timesteps fit into one call of unet_time, whose buckets are larger than 2.
+    # negative prompt. All timesteps fit into one call of the time network, whose buckets are larger than 2.
     other_specs = [
-        spec for spec in components_of(manifest.family, ["base"]) if spec.phase != "step" and not spec.optional
+        spec for spec in FAMILIES[manifest.family].specs("base") if spec.phase != "step" and not spec.optional
     ]
     other_specs = [spec for spec in other_specs if spec.name in components]
     other_times = [median(1 if spec.batch_unit == "image" else 2, spec.name) for spec in other_specs]

@@ -10,22 +10,18 @@ from model.engines.tensorrt.libraries import LIBRARIES
 from model.errors import ConfigError, EngineError, MissingComponent, NoEngineForTarget
 from model.loading.runtimes import can_run, servable_engines, sort_fastest_first, version_of
 from model.loading.target import Target
+from model.pipeline.components import FAMILIES, find_component, unets
 from model.pipeline.spec import (
     ADDED_COMPONENTS,
     LOW_RANK,
     SAFETY_CHECKER,
-    UNET,
     VAE_DECODER,
     ComponentSpec,
-    components_of,
     control_components,
     controlnets_of,
-    find_component,
     ip_adapters_of,
     ip_components,
     model_parts,
-    tokenizers_of,
-    unets,
 )
 from model.settings import ServedBucket, ServedPrecision
 from model.store.manifest import Blob, Bucket, EngineRecord, Fp16Steps, Manifest, WeightsRecord
@@ -127,11 +123,12 @@ def select(
     engines |= {name: records for name, records in chosen.items() if records and name not in incomplete}
     if with_safety_checker:
         engines[SAFETY_CHECKER] = _choose_safety_checker(manifest, target)
-    fp16_steps = _fp16_steps(manifest, engines[UNET][0].precision, precision)
-    if precision.compares and not engines[UNET][0].precision.is_quantized:
+    unet = FAMILIES[manifest.family].base.unet
+    fp16_steps = _fp16_steps(manifest, engines[unet][0].precision, precision)
+    if precision.compares and not engines[unet][0].precision.is_quantized:
         raise ConfigError(
             f"compare_every compares images of 8-bit UNets with fp16, and release {manifest.name} is served in "
-            f"{engines[UNET][0].precision}.",
+            f"{engines[unet][0].precision}.",
             "Set `precision` to an 8-bit precision of the release, or remove `compare_every` from the config.",
         )
     remedies = []
@@ -152,9 +149,9 @@ def select(
             for engine in choose_variants(manifest, find_component(name)[0], records, bands)
             if bands == 1 or not buckets or any(_serves(engine.bucket, bucket) for bucket in buckets)
         ]
-    if bands > 1 and all(engine.component == UNET for engine in engines[UNET]):
+    if bands > 1 and all(engine.component == unet for engine in engines[unet]):
         raise NoEngineForTarget(
-            f"Release {manifest.name} has no {UNET} engine in {engines[UNET][0].precision} for {bands} bands on "
+            f"Release {manifest.name} has no {unet} engine in {engines[unet][0].precision} for {bands} bands on "
             f"{target} in the served sizes.",
             f"Build it (`preheat build --bands {bands}`) and publish a new release, or set bands_per_image to 1.",
         )
@@ -197,13 +194,12 @@ def _fp16_steps(manifest: Manifest, unet: Precision, configured: ServedPrecision
 
 def required_components(manifest: Manifest) -> tuple[str, ...]:
     """Return the components that serving this release needs. Raises MissingComponent naming those that it lacks."""
-    names = tuple(
-        spec.name for spec in components_of(manifest.family, model_parts(manifest.has_refiner)) if not spec.optional
-    )
+    family, parts = FAMILIES[manifest.family], model_parts(manifest.has_refiner)
+    names = tuple(spec.name for spec in family.specs(*parts) if not spec.optional)
     missing = [name for name in names if name not in manifest.architectures]
     missing += [name for name in names if name not in {weights.component for weights in manifest.weights}]
-    missing += [name for name in tokenizers_of(manifest.family) if name not in manifest.tokenizers]
-    missing += [f"{part} scheduler" for part in model_parts(manifest.has_refiner) if part not in manifest.schedulers]
+    missing += [name for name in family.tokenizers if name not in manifest.tokenizers]
+    missing += [f"{part} scheduler" for part in parts if part not in manifest.schedulers]
     if missing:
         raise MissingComponent(f"Release {manifest.name} lacks {', '.join(dict.fromkeys(missing))}.")
     return names
@@ -220,7 +216,7 @@ def optional_components(
     def has_engines(name: str) -> bool:
         return bool(servable_engines(manifest, name, target, precision))
 
-    specs = [spec for spec in components_of(manifest.family, model_parts(manifest.has_refiner)) if spec.optional]
+    specs = [spec for spec in FAMILIES[manifest.family].specs(*model_parts(manifest.has_refiner)) if spec.optional]
     specs += LOW_RANK.values() if with_adapters else ()
     names = [spec.name for spec in specs if has_engines(spec.name)]
     added = (components for components in _added_components(manifest) if all(map(has_engines, components)))

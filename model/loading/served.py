@@ -8,24 +8,21 @@ from typing import Any
 from pydantic import ValidationError
 
 from model.denoising.sampler_specs import check_refiner, check_steps, sampler_spec
-from model.engines.signatures import TIME_IDS, clip_skip_columns, control_types, image_slots
+from model.engines.signatures import clip_skip_columns, control_types, image_slots
 from model.errors import ManifestError, NoEngineForTarget, RequestRefused
 from model.loading.select import Selection
+from model.pipeline.components import FAMILIES, find_component
 from model.pipeline.spec import (
-    BASE,
     CONTROLNET,
     CONTROLNET_IMAGE,
     CONTROLNET_TIME,
     IMAGE_ENCODER,
     IP_ADAPTER,
-    REFINER,
-    UNET,
     UNET_CONTROLLED,
     UNET_IP,
-    UNET_TIME,
     VAE_ENCODER,
+    Family,
     controlnets_of,
-    find_component,
     ip_adapters_of,
 )
 from model.request_fields import Defaults
@@ -175,7 +172,8 @@ def served_model(
             f"Release {manifest.name} uses a refiner by default and contains no refiner.",
             "Build it with one (`preheat build --refiner`) and publish a new release (`preheat publish`).",
         )
-    extra_channels = selection.engines[UNET][0].signature.extra_channels
+    family = FAMILIES[manifest.family]
+    extra_channels = selection.engines[family.base.unet][0].signature.extra_channels
     if extra_channels not in (0, 1 + settings.latent_channels):
         raise ManifestError(
             f"Release {manifest.name}: its UNet takes {extra_channels} channels after the latents. This server knows "
@@ -202,8 +200,8 @@ def served_model(
         manifest.name,
         image_sizes=sizes_with(selection.engines, sizes, [VAE_ENCODER]),
         requires_masks=extra_channels > 0,
-        takes_sizes=any(spec.name == TIME_IDS for spec in selection.engines[UNET_TIME][0].signature.inputs),
-        max_clip_skip=_max_clip_skip(selection.engines),
+        takes_sizes=family.takes_sizes,
+        max_clip_skip=_max_clip_skip(family, selection.engines),
         safety=safety,
         loras=tuple(loras),
         controlnets={
@@ -231,9 +229,9 @@ def _served_ip_adapters(release: str, engines: Mapping[str, Sequence[EngineRecor
     return served
 
 
-def _max_clip_skip(engines: Mapping[str, Sequence[EngineRecord]]) -> int | None:
+def _max_clip_skip(family: Family, engines: Mapping[str, Sequence[EngineRecord]]) -> int | None:
     """Return the largest clip_skip that every text encoder takes, None if one of them takes none."""
-    encoders = {name for denoiser in (BASE, REFINER) for name, _ in denoiser.encoders(engines)}
+    encoders = {name for one in family.denoisers for name, _ in one.text_encoders if name in engines}
     least = min(clip_skip_columns(engines[name][0].signature) for name in encoders)
     return least - 1 if least else None
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from model.errors import MissingComponent
 from model.loading.select import Selection
-from model.pipeline.spec import BASE, REFINER
+from model.pipeline.components import FAMILIES
 from model.prompts.tokenizer import ClipTokenizer
 from model.store.manifest_json import parse_constants
 
@@ -22,7 +22,8 @@ def check_token_ids(
     `contents`: the verified maps of constants, by digest. Opening an engine compares its map with the weights. Raises
     ManifestError for a damaged map.
     """
-    for component, tokenizer in BASE.text_encoders + REFINER.text_encoders:
+    denoisers = FAMILIES[selection.manifest.family].denoisers
+    for component, tokenizer in sum((denoiser.text_encoders for denoiser in denoisers), ()):
         for engine in selection.engines.get(selection.shared.get(component, component), ()):
             for constant in parse_constants(contents[engine.constants.sha256]).values():
                 largest, rows = tokenizers[tokenizer].largest_id, next(iter(constant.shape), 0)

@@ -21,7 +21,7 @@ from model.pipeline.params import Control, GenerationParams, ImagePrompt
 from model.pipeline.preview import PreviewMap, fit_preview_map, preview_map_of
 from model.pipeline.prompt import encode_prompt
 from model.pipeline.request_plan import plan_request
-from model.pipeline.spec import BASE, REFINER, UNET_LORA
+from model.pipeline.spec import UNET_LORA
 from model.pipeline.text_to_image import generate
 from model.scheduling.comparison import ImageComparison
 from model.scheduling.efficiency import measure_efficient_batches
@@ -152,6 +152,6 @@ def _encode_every_text(model: LoadedModel, params: GenerationParams) -> None:
     for negative_prompt, guidance_scale in (("warm up", 2.0), (None, 1.0)):
         varied = replace(params, negative_prompt=negative_prompt, guidance_scale=guidance_scale)
         [plan] = plan_request(model, varied).passes
-        for denoiser in (BASE, REFINER):
+        for denoiser in model.family.denoisers:
             if denoiser.unet in plan.denoise:
                 encode_prompt(model, plan, denoiser)

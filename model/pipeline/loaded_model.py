@@ -18,17 +18,16 @@ from model.denoising.mixed_loop import MixedLoop
 from model.denoising.ranks import ALONE, Ranks
 from model.engines.engine import EngineSet
 from model.engines.signatures import text_chunks
+from model.pipeline.components import COMPONENTS, step_components
 from model.pipeline.spec import (
-    COMPONENTS,
     CONTROLNET,
     UNET_LORA,
-    UNET_TEXT,
     Components,
+    Family,
     control_inputs_by_step,
     controlled_unet,
     controlnets_of,
     ip_unet,
-    step_components,
 )
 from model.prompts.tokenizer import ClipTokenizer
 from model.store.manifest import Fp16Steps, ModelFacts
@@ -50,6 +49,7 @@ class LoadedModel:
     noise_schedules: dict[str, AnyNoiseSchedule]
     settings: ModelFacts
     device: torch.device
+    family: Family
     fp16_engines: dict[str, EngineSet] = field(default_factory=dict)
     fp16_steps: Fp16Steps = Fp16Steps()
     components: Components = field(default_factory=lambda: COMPONENTS)
@@ -141,7 +141,7 @@ class LoadedModel:
     @property
     def max_text_chunks(self) -> int:
         """The most chunks of a prompt that all UNets and ControlNets read."""
-        tokens = int(self.engines[UNET_TEXT].signature.inputs[0].shape[1])
+        tokens = int(self.engines[self.family.base.text].signature.inputs[0].shape[1])
         return min(text_chunks(engines.signature, tokens) for engines in self.engines.values())
 
     def set_efficient_pixels(self, pixels: int) -> None:

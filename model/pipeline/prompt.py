@@ -17,8 +17,6 @@ from model.engines.shapes import DTYPES
 from model.engines.signatures import (
     CLIP_SKIP,
     KEYS_VALUES,
-    TEXT_EMBEDS,
-    TIME_IDS,
     TIMESTEP_COND,
     clip_skip_columns,
     timestep_cond_width,
@@ -57,9 +55,9 @@ def _encode_texts(
 ) -> tuple[torch.Tensor, torch.Tensor | None, list[int]]:
     """Encode the prompt and, with `texts` 2, the negative prompt.
 
-    Returns the weighted hidden states of all text encoders for the chunks of all texts [chunks, tokens, width], the
-    last encoder's pooled projection of each text's first chunk [texts, width] (None without one), and the number of
-    chunks of each text.
+    Returns the weighted hidden states that the family makes of its text encoders' for the chunks of all texts
+    [chunks, tokens, width], the pooled projection of each text's first chunk [texts, width] (None without one), and the
+    number of chunks of each text.
     """
 
     def run(component: str, tokenizer: str) -> dict[str, torch.Tensor]:
@@ -78,20 +76,19 @@ def _encode_texts(
             outputs = {**outputs, "hidden_states": (states.float() * weights).to(states.dtype)}
         return outputs
 
-    *others, last = denoiser.encoders(model.engines)
-    chunks = [len(text.ids) for text in request.texts[last[1]][:texts]]
-    encoded = run(*last)
-    states = [encoded["hidden_states"]]
-    # The last encoder is by far the largest, so it is queued first and runs while the others are queued.
-    for encoder in others:
+    def run_on_stream(component: str, tokenizer: str) -> dict[str, torch.Tensor]:
+        if model.family.components[component].stream == "text":
+            return run(component, tokenizer)
         with model.first_text_stream.run_after():
-            hidden = run(*encoder)["hidden_states"]
-        model.first_text_stream.release_to_current([hidden])
-        states.insert(-1, hidden.to(states[-1].dtype))
-    pooled = encoded.get("pooled")
+            outputs = run(component, tokenizer)
+        model.first_text_stream.release_to_current(outputs.values())
+        return outputs
+
+    chunks = [len(text.ids) for text in request.texts[denoiser.text_encoders[-1][1]][:texts]]
+    hidden, pooled = model.family.encode_prompt(denoiser, run_on_stream)
     if pooled is not None:
         pooled = torch.stack([pooled[first] for first in accumulate(chunks[:-1], initial=0)])
-    return torch.cat(states, dim=-1), pooled, chunks
+    return hidden, pooled, chunks
 
 
 def _conditionings(
@@ -108,7 +105,7 @@ def _conditionings(
     `chunks`: the number of chunks of each text. Without pooled text the embeddings of time are those of every text.
     `factors`: of adapters that the UNet takes as inputs, with their scales.
     """
-    text, time = model.engines[denoiser.unet_text], model.engines[denoiser.unet_time]
+    text, time = model.engines[denoiser.text], model.engines[denoiser.time]
     dtype = DTYPES[text.signature.inputs[0].dtype]
     keys_values = text.run({"encoder_hidden_states": hidden.to(dtype)})[KEYS_VALUES]
     packed: dict[str, torch.Tensor] = {}
@@ -120,14 +117,9 @@ def _conditionings(
     shared = {"timestep": to_device(torch.tensor(plan.step_plan.schedule.timesteps, dtype=torch.float32), model.device)}
     times = [shared]  # the inputs of time networks for each text; one of them if they do not depend on the text
     if pooled is not None:
-        times = [
-            shared
-            | {
-                TEXT_EMBEDS: of_text.to(dtype).expand(steps, -1),
-                TIME_IDS: to_device(torch.tensor(time_ids, dtype=torch.float32), model.device).expand(steps, -1),
-            }
-            for of_text, time_ids in zip(pooled, plan.time_ids, strict=False)
-        ]
+        numbers = [to_device(torch.tensor(one, dtype=torch.float32), model.device) for one in plan.time_ids]
+        of_texts = [model.family.time_inputs(*of_text) for of_text in zip(pooled.to(dtype), numbers, strict=False)]
+        times = [shared | {name: one.expand(steps, -1) for name, one in of_text.items()} for of_text in of_texts]
     guidance = {}
     if width := timestep_cond_width(time.signature):
         guidance[TIMESTEP_COND] = to_device(embed_guidance(plan.scales, width).to(dtype), model.device)

@@ -17,13 +17,10 @@ from model.engines.signatures import timestep_cond_width
 from model.pipeline.guidance import scale_by_step
 from model.pipeline.loaded_model import LoadedModel, LoopKey
 from model.pipeline.params import REPAINTED_LEVEL, GenerationParams, ImagePrompt
-from model.pipeline.spec import BASE, REFINER, UNET_LORA, Denoiser
+from model.pipeline.spec import UNET_LORA, Denoiser, TimeIds
 from model.prompts.prompt_warnings import prompt_warnings
 from model.prompts.tokenizer import ClipTokenizer
 from model.prompts.weighted_prompt import Chunks, plain_chunks, weighted_chunks
-from model.store.manifest import RefinerFacts
-
-AESTHETIC_SCORE, NEGATIVE_AESTHETIC_SCORE = 6.0, 2.5  # diffusers' defaults for the refiner
 
 CfgConditioning = tuple[Conditioning, Conditioning | None]
 """Conditional and unconditional; None if no step is guided."""
@@ -50,7 +47,7 @@ class DenoisePlan:
     loop: the loop that runs the steps. With `packed`, its UNet is the one that takes adapters as inputs.
     scales: float64 [steps], the requested guidance scale, 1 after guidance has ended.
     zero_negative: True if the unconditional half has zeros in place of an encoded text.
-    time_ids: of the conditional and of the unconditional half: sizes, and the aesthetic score of some refiners.
+    time_ids: see `Family`.
     controls: the ControlNets in use, by name.
     image_prompts: the IP-Adapters in use.
     packed: the adapters that the UNet takes as inputs.
@@ -60,7 +57,7 @@ class DenoisePlan:
     step_plan: StepPlan
     scales: Floats
     zero_negative: bool
-    time_ids: tuple[list[float], list[float]]
+    time_ids: TimeIds
     controls: Mapping[str, ControlPlan] = field(default_factory=dict)
     image_prompts: tuple[ImagePrompt, ...] = ()
     packed: AdapterSet = ()
@@ -203,10 +200,10 @@ def _plan_pass(model: LoadedModel, request: GenerationParams, number: int) -> Pa
     if params.image is not None:
         source = _source(model, params, None if number else torch.from_numpy(params.image))
         run_schedule = skip_steps(whole_schedule, whole_schedule.order * skipped_steps(params.strength, steps))
-    schedules = [(BASE, run_schedule)]
+    schedules = [(model.family.base, run_schedule)]
     if params.use_refiner:
-        base, refiner = split_schedule(run_schedule, noise_schedule, params.denoising_frac)
-        schedules = [(BASE, base), (REFINER, refiner)]
+        both = split_schedule(run_schedule, noise_schedule, params.denoising_frac)
+        schedules = list(zip(model.family.denoisers, both, strict=True))
     requested_step, start = np.arange(run_schedule.steps) // run_schedule.order, 0
     scales = scale_by_step(params, requested_step)
     denoise: dict[str, DenoisePlan] = {}
@@ -257,12 +254,12 @@ def embeds_guidance(model: LoadedModel, denoiser: Denoiser) -> bool:
 
     It then runs once per step, and no negative prompt reaches it.
     """
-    return timestep_cond_width(model.engines[denoiser.unet_time].signature) > 0
+    return timestep_cond_width(model.engines[denoiser.time].signature) > 0
 
 
 def _last_tokenizer(model: LoadedModel) -> str:
     """Return the name of the tokenizer of the last text encoder. A model's tokenizers drop the same tokens."""
-    return BASE.encoders(model.engines)[-1][1]
+    return model.family.base.text_encoders[-1][1]
 
 
 def _denoise_plan(
@@ -276,14 +273,7 @@ def _denoise_plan(
     is_base = denoiser.part == "base"
     settings = model.settings if is_base else model.settings.refiner
     assert settings is not None
-    size = (params.height, params.width)
-    original, target = params.original_size or size, params.target_size or size
-    own: list[float] = [*original, *params.crop, *target]
-    time_ids: tuple[list[float], list[float]] = (own, own)
-    if isinstance(settings, RefinerFacts) and settings.requires_aesthetics_score:
-        # diffusers' default: the negative prompt has the original size and no crop.
-        time_ids = ([*original, *params.crop, AESTHETIC_SCORE], [*original, 0, 0, NEGATIVE_AESTHETIC_SCORE])
-    guidance = np.maximum(scales, 1.0).astype(np.float32)
+    guidance, size = np.maximum(scales, 1.0).astype(np.float32), (params.height, params.width)
     guided = (guidance > 1) & (not embeds_guidance(model, denoiser))
     controls = _plan_controls(params, schedule.steps) if is_base else {}
     image_prompts = params.image_prompts if is_base else ()
@@ -296,7 +286,7 @@ def _denoise_plan(
         StepPlan(schedule, guidance, rescale, entries, requested_step, used, bool(image_prompts)),
         scales,
         zero_negative=params.negative_prompt is None and settings.force_zeros_for_empty_prompt,
-        time_ids=time_ids,
+        time_ids=model.family.time_ids(params.original_size or size, params.crop, params.target_size or size, settings),
         controls=controls,
         image_prompts=image_prompts,
         packed=packed,
@@ -325,9 +315,10 @@ def _warnings(model: LoadedModel, plan: PassPlan, request: GenerationParams, num
     prompts = (params.prompt, params.negative_prompt or "")
     for name, prompt, text in zip(prompt_fields, prompts, plan.texts[last_tokenizer], strict=True):
         yield from prompt_warnings(name, prompt, params.prompt_syntax, text, read)
-    refines = REFINER.unet in plan.denoise
-    if params.negative_prompt and params.guidance_scale > 1 and embeds_guidance(model, BASE):
-        refiner_reads_it = refines and not embeds_guidance(model, REFINER)
+    base, last = model.family.base, model.family.denoisers[-1]
+    refines = last is not base and last.unet in plan.denoise
+    if params.negative_prompt and params.guidance_scale > 1 and embeds_guidance(model, base):
+        refiner_reads_it = refines and not embeds_guidance(model, last)
         yield (
             f"{prompt_fields[1]}: this model's UNet takes the guidance scale as an input and reads no negative prompt"
             f"{'; only the refiner does' if refiner_reads_it else ''}."
@@ -337,10 +328,10 @@ def _warnings(model: LoadedModel, plan: PassPlan, request: GenerationParams, num
             f"denoising_frac: {params.denoising_frac} of {params.num_inference_steps} steps leaves the refiner without "
             "steps; it was not used."
         )
-    base = plan.denoise.get(BASE.unet)
-    steps = 0 if base is None else base.step_plan.steps
+    base_plan = plan.denoise.get(base.unet)
+    steps = 0 if base_plan is None else base_plan.step_plan.steps
     for index, control in enumerate(params.controls):
-        if control.scale and (base is None or control.name not in base.controls):
+        if control.scale and (base_plan is None or control.name not in base_plan.controls):
             yield (
                 f"controls.{index}: no step of {steps} lies between start {control.start:g} and end {control.end:g}; "
                 f"{control.name} was not used."

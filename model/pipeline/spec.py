@@ -1,18 +1,21 @@
-"""The components of each model family's pipeline as data. The builder, the loader and the server iterate these tables.
+"""What a component and a family are, and the components that any family may have in addition.
 
-A component is one network, and `ComponentSpec` has its facts. A new network is an entry here, a wrapper in the builder,
-and a stage that uses it (model/pipeline/stages.py). Imports no torch.
+The builder, the loader and the server iterate these tables and those of `model.pipeline.families`.
+A component is one network, and `ComponentSpec` has its facts. A new network is an entry of a table, a wrapper in the
+builder, and a stage that uses it (model/pipeline/stages.py). Imports no torch.
 """
 
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from model.engines import signatures
-from model.engines.signatures import Widths
-from model.store.manifest import Family, Signature
+from model.store.manifest import Family as FamilyName
+from model.store.manifest import ModelFacts, RefinerFacts, Signature
 from model.store.precision import Dtype
-from model.validation import BAND_COUNTS
+
+if TYPE_CHECKING:
+    import torch
 
 Part = Literal["base", "refiner"]
 """The checkpoint that a component is read from, and the UNet that it serves."""
@@ -46,7 +49,7 @@ class ComponentSpec:
     name: its name in a manifest.
     part, checkpoint_folder: where its weights are read from.
     wrapper: its entry in `engine_builder.networks.wrappers`.
-    signature: the tensors that it takes and returns.
+    signature: the tensors that it takes and returns, for the widths of a network of its kind.
     batch_unit: what one entry of its batch is.
     stream: the CUDA stream that it runs on.
     by_step: with phase "step", the inputs that differ by step. Conditioning has one entry for each step for these
@@ -66,7 +69,7 @@ class ComponentSpec:
     part: Part
     checkpoint_folder: str
     wrapper: str
-    signature: Callable[[Widths, Dtype], Signature]
+    signature: Callable[[Any, Dtype], Signature]
     phase: Phase
     batch_unit: BatchUnit
     stream: Stream = "text"
@@ -80,23 +83,74 @@ class ComponentSpec:
     optional: bool = False
 
 
+Components = dict[str, ComponentSpec]
+EncodeTexts = Callable[[str, str], "dict[str, torch.Tensor]"]
+"""Runs a text encoder on what its tokenizer made of the texts of a request. Returns its outputs for all chunks."""
+Pair = tuple[int, int]
+TimeIds = tuple[list[float], list[float]]
+"""Sizes and scores that a UNet is conditioned on, of the conditional and of the unconditional half."""
+
+
 @dataclass(frozen=True)
 class Denoiser:
-    """One UNet, and the components that condition it.
+    """One UNet, and the components that condition it, by role.
 
-    `text_encoders`: pairs of component and tokenizer, of every family. The last encoder's pooled text is used if the
-    UNet takes one.
+    text_encoders: pairs of component and tokenizer.
+    text: computes keys and values of encoded texts. time: computes embeddings of timesteps. unet: runs in each step.
     """
 
     part: Part
     text_encoders: tuple[tuple[str, str], ...]
-    unet_text: str
-    unet_time: str
+    text: str
+    time: str
     unet: str
 
-    def encoders(self, available: Container[str]) -> tuple[tuple[str, str], ...]:
-        """Return the pairs of `text_encoders` whose component is `available`."""
-        return tuple(pair for pair in self.text_encoders if pair[0] in available)
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """What differs between the families of models.
+
+    title: its name in messages. pipelines: a pattern of the classes in model_index.json, diffusers' own and those of
+        community pipelines.
+    components: those of base and refiner by name, in the order in which they are built. Variants are entries of theirs.
+    denoisers: the base's, and the refiner's if the family has refiners.
+    vae_scaling: the scaling factor of its latents.
+    encode_prompt: runs a denoiser's text encoders with the given function. Returns hidden states
+        [chunks, tokens, width] and pooled texts [chunks, width], or None if the UNets take none.
+    takes_sizes: true if UNets are conditioned on sizes.
+    time_ids: the numbers of the original size, of the crop (top and left) and of the target size, for the facts of a
+        base or a refiner.
+    time_inputs: the inputs of a time network for one text by name, of its pooled text and its `time_ids`.
+    """
+
+    name: FamilyName
+    title: str
+    pipelines: str
+    components: Components
+    denoisers: tuple[Denoiser, ...]
+    vae_scaling: float
+    takes_sizes: bool
+    encode_prompt: "Callable[[Denoiser, EncodeTexts], tuple[torch.Tensor, torch.Tensor | None]]"
+    time_ids: Callable[[Pair, Pair, Pair, ModelFacts | RefinerFacts], TimeIds]
+    time_inputs: "Callable[[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]"
+
+    @property
+    def base(self) -> Denoiser:
+        """The denoiser of the base."""
+        return self.denoisers[0]
+
+    @property
+    def tokenizers(self) -> tuple[str, ...]:
+        """The names of its tokenizers, each once."""
+        return tuple(dict.fromkeys(tokenizer for _, tokenizer in self.base.text_encoders))
+
+    def denoiser(self, part: Part) -> Denoiser | None:
+        """Return the denoiser of a part, or None for the refiner of a family without refiners."""
+        return next((denoiser for denoiser in self.denoisers if denoiser.part == part), None)
+
+    def specs(self, *parts: Part) -> tuple[ComponentSpec, ...]:
+        """Return its components of these parts, in the order of its table."""
+        return tuple(spec for spec in self.components.values() if spec.part in parts)
 
 
 TEXT_ENCODER = "text_encoder"
@@ -123,71 +177,13 @@ REFINER_UNET_TEXT = "refiner_unet_text"
 REFINER_UNET_TIME = "refiner_unet_time"
 REFINER_UNET = "refiner_unet"
 
-_GUIDED_VARIANT = Variant(UNET_GUIDED, "GuidedUnetNetwork", guided=True)
-_BAND_VARIANTS = tuple(Variant(f"{UNET}_{bands}_bands", "BandUnetNetwork", bands=bands) for bands in BAND_COUNTS)
 
-
-def _unet_components(part: Part, prefix: str, variants: tuple[Variant, ...]) -> tuple[ComponentSpec, ...]:
-    """Return the three networks that a UNet is divided into, by how often each of them runs."""
-    folder, by_step = "unet", ("time_embeds",)
-    return (
-        ComponentSpec(
-            f"{prefix}unet_text", part, folder, "UnetTextNetwork", signatures.unet_text_signature, "prompt", "text"
-        ),
-        ComponentSpec(
-            f"{prefix}unet_time", part, folder, "UnetTimeNetwork", signatures.unet_time_signature, "request", "timestep"
-        ),
-        ComponentSpec(
-            f"{prefix}unet", part, folder, "UnetNetwork", signatures.unet_signature, "step", "cfg_half", "denoising",
-            by_step, variants=variants,
-        ),
-    )  # fmt: skip
-
-
-Components = dict[str, ComponentSpec]
-
-
-def _table(*specs: ComponentSpec) -> Components:
+def table(*specs: ComponentSpec) -> Components:
+    """Return components by name."""
     return {spec.name: spec for spec in specs}
 
 
-_IMAGE_COMPONENTS = (
-    *_unet_components("base", "", (_GUIDED_VARIANT, *_BAND_VARIANTS)),
-    ComponentSpec(
-        VAE_ENCODER, "base", "vae", "VaeEncoderNetwork", signatures.vae_encoder_signature, "request", "image",
-        "encoding", precision_rule="vae", optional=True,
-    ),
-    ComponentSpec(
-        VAE_DECODER, "base", "vae", "VaeDecoderNetwork", signatures.vae_decoder_signature, "image", "image", "decoding",
-        precision_rule="vae",
-    ),
-)  # fmt: skip
-SDXL = _table(
-    ComponentSpec(
-        TEXT_ENCODER, "base", "text_encoder", "TextNetwork", signatures.text_signature, "prompt", "text", "first_text"
-    ),
-    ComponentSpec(
-        TEXT_ENCODER_2, "base", "text_encoder_2", "PooledTextNetwork", signatures.pooled_text_signature, "prompt",
-        "text",
-    ),
-    *_IMAGE_COMPONENTS,
-    ComponentSpec(
-        REFINER_TEXT_ENCODER_2, "refiner", "text_encoder_2", "PooledTextNetwork", signatures.pooled_text_signature,
-        "prompt", "text", same_as=TEXT_ENCODER_2,
-    ),
-    *_unet_components("refiner", "refiner_", ()),
-)  # fmt: skip
-SD = _table(
-    ComponentSpec(
-        TEXT_ENCODER_FINAL, "base", "text_encoder", "FinalTextNetwork", signatures.text_signature, "prompt", "text"
-    ),
-    *_IMAGE_COMPONENTS,
-)
-"""Stable Diffusion 1 and 2. Its text encoder is not SDXL's first one: the UNet reads another layer of it."""
-
-FAMILIES: dict[Family, Components] = {"sdxl": SDXL, "sd": SD}
-"""The components of each family by name, in the order in which they are built. Variants are entries of theirs."""
-LOW_RANK = _table(
+LOW_RANK = table(
     ComponentSpec(
         UNET_LORA, "base", "unet", "LowRankUnetNetwork", signatures.lora_unet_signature, "step", "cfg_half",
         "denoising", ("time_embeds",), low_rank_of=UNET, optional=True,
@@ -195,17 +191,14 @@ LOW_RANK = _table(
     ),
 )  # fmt: skip
 """UNets that any family may have in addition."""
-SAFETY = _table(
+SAFETY = table(
     ComponentSpec(
         SAFETY_CHECKER, "base", "safety_checker", "SafetyCheckerNetwork", signatures.safety_checker_signature, "image",
         "scaled_image", "decoding", optional=True,
     ),
 )  # fmt: skip
 """A network that any family may have in addition. It is built and loaded only if it is asked for."""
-COMPONENTS: Components = SDXL | SD | LOW_RANK | SAFETY
-"""The components of all families. A name means the same network in each of them."""
-
-CONTROL_COMPONENTS = _table(
+CONTROL_COMPONENTS = table(
     ComponentSpec(
         UNET_CONTROLLED, "base", "unet", "ControlledUnetNetwork", signatures.controlled_unet_signature, "step",
         "cfg_half", "denoising", ("time_embeds",), replaces=UNET, optional=True,
@@ -230,7 +223,7 @@ CONTROL_COMPONENTS = _table(
 """The components of releases with ControlNets: a UNet that takes their outputs, and the networks that each ControlNet
 is divided into. "controlnet_time.canny" is the time network of the ControlNet "canny"."""
 
-IP_COMPONENTS = _table(
+IP_COMPONENTS = table(
     ComponentSpec(
         UNET_IP, "base", "unet", "ImagePromptUnetNetwork", signatures.ip_unet_signature, "step", "cfg_half",
         "denoising", ("time_embeds",), replaces=UNET, optional=True,
@@ -249,45 +242,19 @@ adapter its image encoder and itself. "image_encoder.style" is the encoder of th
 ADDED_COMPONENTS: Components = CONTROL_COMPONENTS | IP_COMPONENTS
 """The components that a build adds by name: those of ControlNets and IP-Adapters."""
 
-BASE = Denoiser(
-    "base",
-    ((TEXT_ENCODER_FINAL, "tokenizer"), (TEXT_ENCODER, "tokenizer"), (TEXT_ENCODER_2, "tokenizer_2")),
-    UNET_TEXT,
-    UNET_TIME,
-    UNET,
-)
-REFINER = Denoiser(
-    "refiner", ((REFINER_TEXT_ENCODER_2, "tokenizer_2"),), REFINER_UNET_TEXT, REFINER_UNET_TIME, REFINER_UNET
-)
-
 
 def model_parts(has_refiner: bool) -> tuple[Part, ...]:
     """Return the parts of a model without or with a refiner."""
     return ("base", "refiner") if has_refiner else ("base",)
 
 
-def components_of(family: Family, parts: Collection[Part]) -> tuple[ComponentSpec, ...]:
-    """Return a family's components of these parts, in the order of its table."""
-    return tuple(spec for spec in FAMILIES[family].values() if spec.part in parts)
-
-
-def tokenizers_of(family: Family) -> tuple[str, ...]:
-    """Return the names of a family's tokenizers, each once."""
-    return tuple(dict.fromkeys(tokenizer for _, tokenizer in BASE.encoders(FAMILIES[family])))
-
-
-def find_component(name: str, components: Components = COMPONENTS) -> tuple[ComponentSpec, Variant | None]:
-    """Return the component that has this name in a manifest, or whose variant has it, and that variant."""
-    for spec in components.values():
-        for variant in spec.variants:
-            if variant.name == name:
-                return spec, variant
+def added_component(name: str) -> ComponentSpec | None:
+    """Return the component of a ControlNet or an IP-Adapter that has this name in a manifest, or None."""
     kind, _, own_name = name.partition(".")
-    if kind in ADDED_COMPONENTS:
-        spec = ADDED_COMPONENTS[kind]
-        folder = f"{spec.checkpoint_folder}.{own_name}"
-        return (replace(spec, name=name, checkpoint_folder=folder) if own_name else spec), None
-    return components[name], None
+    spec = ADDED_COMPONENTS.get(kind)
+    if spec is None or not own_name:
+        return spec
+    return replace(spec, name=name, checkpoint_folder=f"{spec.checkpoint_folder}.{own_name}")
 
 
 def control_components(controlnets: Collection[str]) -> tuple[ComponentSpec, ...]:
@@ -296,7 +263,15 @@ def control_components(controlnets: Collection[str]) -> tuple[ComponentSpec, ...
         return ()
     kinds = (CONTROLNET_TEXT, CONTROLNET_TIME, CONTROLNET_IMAGE, CONTROLNET)
     names = [UNET_CONTROLLED, *(f"{kind}.{controlnet}" for controlnet in controlnets for kind in kinds)]
-    return tuple(find_component(name)[0] for name in names)
+    return tuple(spec for name in names if (spec := added_component(name)))
+
+
+def ip_components(adapters: Collection[str]) -> tuple[ComponentSpec, ...]:
+    """Return the components that a build with these IP-Adapters adds, in the order in which they are built."""
+    if not adapters:
+        return ()
+    names = [UNET_IP, *(f"{kind}.{adapter}" for adapter in adapters for kind in (IMAGE_ENCODER, IP_ADAPTER))]
+    return tuple(spec for name in names if (spec := added_component(name)))
 
 
 def controlnets_of(components: Iterable[str]) -> tuple[str, ...]:
@@ -305,40 +280,10 @@ def controlnets_of(components: Iterable[str]) -> tuple[str, ...]:
     return tuple(name.removeprefix(prefix) for name in components if name.startswith(prefix))
 
 
-def ip_components(adapters: Collection[str]) -> tuple[ComponentSpec, ...]:
-    """Return the components that a build with these IP-Adapters adds, in the order in which they are built."""
-    if not adapters:
-        return ()
-    names = [UNET_IP, *(f"{kind}.{adapter}" for adapter in adapters for kind in (IMAGE_ENCODER, IP_ADAPTER))]
-    return tuple(find_component(name)[0] for name in names)
-
-
 def ip_adapters_of(components: Iterable[str]) -> tuple[str, ...]:
     """Return the names of the IP-Adapters that are among the components of a release, in their order."""
     prefix = f"{IP_ADAPTER}."
     return tuple(name.removeprefix(prefix) for name in components if name.startswith(prefix))
-
-
-def unets(components: Components = COMPONENTS) -> tuple[ComponentSpec, ...]:
-    """Return the UNets, without those that replace one of them for images with adapters."""
-    return tuple(spec for spec in loop_unets(components) if not spec.low_rank_of)
-
-
-def loop_unets(components: Components = COMPONENTS) -> tuple[ComponentSpec, ...]:
-    """Return the components that denoising loops run."""
-    return tuple(spec for spec in components.values() if spec.phase == "step" and not spec.feeds)
-
-
-def step_components(
-    unet: str, available: Container[str], components: Components = COMPONENTS
-) -> tuple[tuple[ComponentSpec, ...], list[str]]:
-    """Return the `available` components that run in each step of a UNet, and the names of inputs that differ by step.
-
-    The components are in the order in which they run, the UNet last.
-    """
-    before = (spec for spec in components.values() if spec.feeds == unet and spec.name in available)
-    specs = (*before, components[unet])
-    return specs, [name for spec in specs for name in spec.by_step]
 
 
 def controlled_unet(unet: str) -> str:

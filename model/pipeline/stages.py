@@ -23,7 +23,7 @@ from model.pipeline.overflow import CHECKS, IMAGE, LATENTS, PIXELS, TEXT, is_fin
 from model.pipeline.prompt import encode_prompt
 from model.pipeline.request_plan import CfgConditioning, PassPlan
 from model.pipeline.safety import check_image
-from model.pipeline.spec import BASE, REFINER, Denoiser
+from model.pipeline.spec import Part
 from model.pipeline.vae import decode_latents
 
 _ENCODED = (KEYS_VALUES, "time_embeds", IMAGE_KEYS, IMAGE_VALUES)  # inputs of a UNet that prompts and images become
@@ -52,12 +52,12 @@ class Stage(Protocol):
 class EncodePrompt:
     """Set an image's conditioning for one UNet. The prompts are encoded once for all images of a request."""
 
-    denoiser: Denoiser
+    part: Part
     timing: str
 
     def run(self, model: LoadedModel, plan: PassPlan, image: ImageState, encoded: EncodedOnce) -> None:
-        unet = self.denoiser.unet
-        if (denoise_plan := plan.denoise.get(unet)) is None:
+        denoiser = model.family.denoiser(self.part)
+        if denoiser is None or (denoise_plan := plan.denoise.get(denoiser.unet)) is None:
             return
         factors: list[tuple[AdapterFactors, float]] = []
         if denoise_plan.packed:
@@ -67,10 +67,10 @@ class EncodePrompt:
             factors = encoded.get("factors", image.index, read, again=not plan.is_last)
 
         def encode() -> tuple[CfgConditioning, torch.Tensor | None]:
-            conditionings = encode_prompt(model, plan, self.denoiser, factors)
+            conditionings = encode_prompt(model, plan, denoiser, factors)
             return conditionings, _are_finite(conditionings)
 
-        (cond, uncond), finite = encoded.get((image.pass_index, unet), image.index, encode)
+        (cond, uncond), finite = encoded.get((image.pass_index, denoiser.unet), image.index, encode)
         image.cond = _copy_inputs(cond)
         image.uncond = None if uncond is None else _copy_inputs(uncond)
         if finite is not None:
@@ -108,11 +108,12 @@ class PrepareLatents:
 class Denoise:
     """Prepare an image for its steps on one UNet. The refiner continues with the base's latents and generator."""
 
-    denoiser: Denoiser
+    part: Part
     timing: str
 
     def run(self, model: LoadedModel, plan: PassPlan, image: ImageState, encoded: EncodedOnce) -> LoopKey | None:
-        if (denoise_plan := plan.denoise.get(self.denoiser.unet)) is None:
+        denoiser = model.family.denoiser(self.part)
+        if denoiser is None or (denoise_plan := plan.denoise.get(denoiser.unet)) is None:
             return None
         image.plan, image.step = denoise_plan.step_plan, 0
         if plan.source is not None and denoise_plan is not plan.first:
@@ -143,10 +144,10 @@ class Decode:
 
 
 STAGES: tuple[Stage, ...] = (
-    EncodePrompt(BASE, timing="text"),
+    EncodePrompt("base", timing="text"),
     PrepareLatents(),
-    Denoise(BASE, timing="denoise"),
-    EncodePrompt(REFINER, timing="refine"),
-    Denoise(REFINER, timing="refine"),
+    Denoise("base", timing="denoise"),
+    EncodePrompt("refiner", timing="refine"),
+    Denoise("refiner", timing="refine"),
     Decode(),
 )

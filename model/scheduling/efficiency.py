@@ -20,7 +20,6 @@ from model.pipeline.encoded_once import EncodedOnce
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import GenerationParams
 from model.pipeline.runner import Runner
-from model.pipeline.spec import UNET
 from model.scheduling.admission import efficient_images
 
 logger = logging.getLogger("preheat")
@@ -41,7 +40,7 @@ def measure_efficient_batches(
     probe = probe or DeviceProbe(model.device)
     efficient = {}
     for params in images:
-        loop = model.loop(UNET, params.height, params.width)
+        loop = model.loop(model.family.base.unet, params.height, params.width)
         yield from _find_efficient_batch(model, loop, params, probe)
         efficient[f"{params.width}x{params.height}"] = loop.efficient_batch
         if all_sizes:
@@ -58,7 +57,9 @@ def _find_efficient_batch(
     """
     runner, outer = Runner(model), model.fp16_steps
     plan = runner.plan(replace(params, num_inference_steps=min(outer.first + outer.last + _STEPS, _MAX_STEPS)))
-    batches = _batches(model.engines[UNET], model.ranks.size, params.height, params.width, loop.capacity)
+    batches = _batches(
+        model.engines[model.family.base.unet], model.ranks.size, params.height, params.width, loop.capacity
+    )
     counts = sorted({max(1, batch // plan.unet_batch) for batch in batches})
     if len(counts) <= 1:
         return  # a smaller batch would take as long

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from model import metrics
 from model.denoising.loop import ImageState, has_room
+from model.pipeline.components import loop_unets
 from model.pipeline.loaded_model import LoadedModel, LoopKey
-from model.pipeline.spec import loop_unets
 from model.scheduling.job import Job
 
 

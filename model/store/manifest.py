@@ -38,7 +38,7 @@ TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 EMBEDDING_TOKEN = r"^[^\s\x00-\x1f]{1,64}$"
 EmbeddingToken = Annotated[str, StringConstraints(pattern=EMBEDDING_TOKEN)]
 Runtime = Literal["aot_inductor", "tensorrt", "tensorrt-rtx"]
-Family = Literal["sdxl", "sd"]  # the pipelines that `model.pipeline.spec` describes; "sd" is Stable Diffusion 1 and 2
+Family = Literal["sdxl", "sd"]  # see `model.pipeline.families`; "sd" is Stable Diffusion 1 and 2
 MAX_PREVIEW_CHANNELS, MAX_PREVIEW_UNITS = 32, 32  # of a map for previews, which has at most 9,347 numbers
 Coefficient = Annotated[float, Field(ge=-1e6, le=1e6)]
 PreviewRow = Annotated[tuple[Coefficient, ...], Field(min_length=1, max_length=9 * MAX_PREVIEW_CHANNELS)]

@@ -110,7 +110,7 @@ def _image_remark(plan: "BuildPlan") -> str:
     """Describe what the build adds for requests with an image."""
     sizes = len({(size.height, size.width) for size in plan.sizes}) or 1
     engines = f"{sizes} engine{'s' if sizes > 1 else ''} of {VAE_ENCODER}, for requests with an image"
-    if plan.base.widths().extra_channels:
+    if plan.base.unet_widths().extra_channels:
         return f"Includes {engines}. The UNet is for inpainting: every request needs an image and masks"
     return f"Includes {engines}"
 

@@ -26,8 +26,9 @@ from model.errors import BrokenImage, RequestRefused, UntrustedRelease
 from model.images.encode import Pixels
 from model.loading.load import Loaded
 from model.loading.served import ServedIpAdapter, SizeList
+from model.pipeline.components import FAMILIES
 from model.pipeline.params import GenerationParams
-from model.pipeline.spec import TEXT_ENCODER, TEXT_ENCODER_FINAL, VAE_DECODER
+from model.pipeline.spec import TEXT_ENCODER, VAE_DECODER
 from model.store.store import Store
 from preheat.main import app
 from tests.engine_builder.helpers import edit_json
@@ -242,7 +243,7 @@ def test_one_row_per_served_case(
 
 def test_cases_are_those_of_the_family(loaded: Loaded, capsys: pytest.CaptureFixture[str]) -> None:
     sdxl = linear_model()
-    sd = replace(sdxl, engines=sdxl.engines | {TEXT_ENCODER_FINAL: sdxl.engines[TEXT_ENCODER]})
+    sd = replace(sdxl, family=FAMILIES["sd"])
     for model, cases in ((sdxl, latency.CASES), (sd, latency.SD_CASES)):
         no_size = replace(loaded, model=model, served=replace(loaded.served, sizes=SizeList(())))
         assert not list(measure_cases([no_size]))

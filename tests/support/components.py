@@ -1,7 +1,7 @@
 """Names of components that tests iterate over."""
 
-from model.pipeline.spec import SDXL, components_of
+from model.pipeline.components import FAMILIES
 
-BASE_COMPONENTS = tuple(spec.name for spec in components_of("sdxl", ["base"]))
-REFINER_COMPONENTS = tuple(spec.name for spec in components_of("sdxl", ["refiner"]))
-UNET_VARIANTS = tuple(variant.name for spec in SDXL.values() for variant in spec.variants)
+BASE_COMPONENTS = tuple(spec.name for spec in FAMILIES["sdxl"].specs("base"))
+REFINER_COMPONENTS = tuple(spec.name for spec in FAMILIES["sdxl"].specs("refiner"))
+UNET_VARIANTS = tuple(variant.name for spec in FAMILIES["sdxl"].components.values() for variant in spec.variants)

@@ -10,17 +10,17 @@ from engine_builder.building.eager_engine import ANY_BUCKET
 from model.denoising.noise_schedule import NoiseSchedule
 from model.engines import shapes
 from model.engines.engine import EngineSet
-from model.engines.signatures import Widths
+from model.engines.signatures import TextEncoderWidths, UnetWidths, VaeWidths
+from model.pipeline.components import FAMILIES
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import GenerationParams
-from model.pipeline.spec import SDXL
 from model.prompts.tokenizer import Piece
 from model.store.manifest import ModelFacts, RefinerFacts, Signature
 
 TEXT_WIDTH = 4
-WIDTHS = Widths(
-    tokens=5, text_width=TEXT_WIDTH, text_width_2=TEXT_WIDTH, pooled_width=3, context_width=2 * TEXT_WIDTH,
-    latent_channels=4, time_ids=6, vae_scale=8, time_embeds_width=7, keys_values_width=4 * TEXT_WIDTH,
+WIDTHS = UnetWidths(
+    VaeWidths(latent_channels=4, scale=8), tokens=5, pooled_width=3, context_width=2 * TEXT_WIDTH, time_ids=6,
+    time_embeds_width=7, keys_values_width=4 * TEXT_WIDTH,
 )  # fmt: skip
 REFINER_WIDTHS = replace(
     WIDTHS, context_width=TEXT_WIDTH, time_ids=5, time_embeds_width=6, keys_values_width=2 * TEXT_WIDTH
@@ -86,8 +86,13 @@ class Stub:
 
 def linear_model() -> LoadedModel:
     """Return a model of these networks, with a refiner. Its native size is 64x64."""
-    widths = {"base": WIDTHS, "refiner": REFINER_WIDTHS}
-    signatures = {name: component.signature(widths[component.part], "float32") for name, component in SDXL.items()}
+    text = TextEncoderWidths(WIDTHS.tokens, TEXT_WIDTH, WIDTHS.pooled_width)
+    widths = {"unet": WIDTHS, "vae": WIDTHS.vae, "text_encoder": text, "text_encoder_2": text}
+    refiner = widths | {"unet": REFINER_WIDTHS}
+    signatures = {
+        name: one.signature((refiner if one.part == "refiner" else widths)[one.checkpoint_folder], "float32")
+        for name, one in FAMILIES["sdxl"].components.items()
+    }
     return LoadedModel(
         engines={name: EngineSet([Stub(name, signature)]) for name, signature in signatures.items()},
         tokenizers={"tokenizer": WordTokenizer(), "tokenizer_2": WordTokenizer()},  # type: ignore[dict-item]
@@ -102,6 +107,7 @@ def linear_model() -> LoadedModel:
             refiner=RefinerFacts(force_zeros_for_empty_prompt=False, requires_aesthetics_score=True),
         ),
         device=torch.device("cpu"),
+        family=FAMILIES["sdxl"],
     )
 
 

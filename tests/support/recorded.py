@@ -22,7 +22,7 @@ from engine_builder.quantization.quantization_plan import Quantization
 from model.images.encode import Pixels
 from model.loading.select import Selection
 from model.loading.target import Target
-from model.pipeline.spec import find_component
+from model.pipeline.components import find_component
 from model.store.manifest import Accuracy, Blob, Bucket, EngineRecord, Manifest, Signature, WeightsRecord
 from model.store.precision import FP8, FP16, FP32, Precision
 from tests.support.quantization import ranges_of, unet_inputs

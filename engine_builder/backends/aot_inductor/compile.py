@@ -29,7 +29,7 @@ from model.engines.aot_inductor.package import IDENTITY, Identity
 from model.engines.shapes import DTYPES, dtype_name, shape_at, symbol_of
 from model.engines.signatures import CLIP_SKIP, LORA_DOWN, LORA_UP, TOKENS
 from model.loading.target import Target, detect_targets
-from model.pipeline.spec import find_component
+from model.pipeline.components import find_component
 from model.store.manifest import Bucket, Signature, Span
 from model.store.precision import INT8
 

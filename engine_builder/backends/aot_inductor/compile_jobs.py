@@ -28,7 +28,7 @@ from engine_builder.quantization.quantize import quantize_layers
 from engine_builder.worker_process import end_process, end_with_parent, kill_process
 from model.errors import PreheatError
 from model.loading.target import Target
-from model.pipeline.spec import find_component
+from model.pipeline.components import find_component
 from model.store.manifest import Bucket
 from model.store.precision import FP8, Precision
 

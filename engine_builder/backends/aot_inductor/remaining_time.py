@@ -3,7 +3,8 @@
 import time
 from collections.abc import Callable, Mapping
 
-from model.pipeline.spec import BatchUnit, Phase, find_component
+from model.pipeline.components import find_component
+from model.pipeline.spec import BatchUnit, Phase
 
 # Measured seconds to compile an engine: of the tiny SDXL on two CPU cores, of full-size SDXL on an H100 with 16 cores.
 # Other models and machines differ by a factor, which is estimated from the finished engines.

@@ -24,7 +24,8 @@ from engine_builder.networks.network import ModuleReader, Network, load_network
 from engine_builder.networks.network_check import check_model
 from engine_builder.quantization.quantization_plan import Quantization
 from engine_builder.stores.store import WritableStore
-from model.pipeline.spec import COMPONENTS, components_of, model_parts
+from model.pipeline.components import COMPONENTS, FAMILIES
+from model.pipeline.spec import model_parts
 from model.store.manifest import Blob, WeightsRecord
 from model.store.manifest_json import parse_constants
 from model.store.precision import Precision
@@ -76,7 +77,7 @@ def export_model(
     """
     assert (quantization is not None) == precision.is_quantized
     check_model(base, refiner)
-    names = [spec.name for spec in components_of(base.family, model_parts(refiner is not None))]
+    names = [spec.name for spec in FAMILIES[base.family].specs(*model_parts(refiner is not None))]
     exported = []
     reader = ModuleReader()
     for done, name in enumerate(names):

@@ -24,11 +24,11 @@ from model.engines.shapes import DTYPES
 from model.engines.signatures import TOKENS
 from model.errors import BrokenImage
 from model.images.encode import Pixels
+from model.pipeline.components import unets
 from model.pipeline.loaded_model import LoadedModel, make_loop
 from model.pipeline.params import GenerationParams
 from model.pipeline.request_plan import RequestPlan
 from model.pipeline.runner import Runner
-from model.pipeline.spec import unets
 from model.pipeline.text_to_image import run_stages
 
 MIN_PROMPTS = 32

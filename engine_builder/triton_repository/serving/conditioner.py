@@ -44,7 +44,7 @@ from model.pipeline.image_to_image import draw_latents, prepare_from_image
 from model.pipeline.params import Control, GenerationParams, Mask
 from model.pipeline.prompt import encode_prompt
 from model.pipeline.request_plan import PassPlan, plan_request
-from model.pipeline.spec import BASE, UNET
+from model.pipeline.spec import UNET
 from model.store.manifest import Signature
 from model.validation import RANDOM_SEED, SEED_COUNT
 
@@ -73,7 +73,7 @@ class Condition(PipelineModel):
     def _open(self, name: str, config: Mapping[str, Any], args: Mapping[str, str]) -> None:
         super()._open(name, config, args)
         signatures = {engine.component: engine.signature for engine in self.manifest.engines}
-        encoders = [encoder for encoder, _ in BASE.encoders(self.manifest.architectures)]
+        encoders = [encoder for encoder, _ in self.model.family.base.text_encoders]
         self._encoders = {encoder: _Elsewhere(encoder, signatures[encoder]) for encoder in encoders}
         self.model.engines |= self._encoders | {UNET: _Elsewhere(UNET, signatures[UNET])}
 
@@ -92,7 +92,8 @@ class Condition(PipelineModel):
         # Both texts are encoded also for a request without guidance, so that all requests have equal shapes.
         request = plan_request(self.model, params if self.texts == 1 else replace(params, guidance_scale=_GUIDED))
         [plan], [image] = request.passes, request.images()
-        conditioning = [text.inputs for text in encode_prompt(self.model, plan, BASE) if text is not None]
+        encoded = encode_prompt(self.model, plan, self.model.family.base)
+        conditioning = [text.inputs for text in encoded if text is not None]
         start, draws = self._start(plan, image)
         schedule = image.plan.schedule
         rows = torch.from_numpy(pad_schedules([schedule], self.steps)[1][0])

@@ -37,7 +37,7 @@ from model.engines.signatures import CONTROL_SCALE as CONTROL_SCALE_INPUT
 from model.engines.signatures import KEYS_VALUES, control_input
 from model.errors import RequestRefused
 from model.images.encode import broken_image, to_levels
-from model.pipeline.spec import BASE, UNET
+from model.pipeline.spec import UNET
 from model.pipeline.vae import decode_latents
 from model.prompts.weighted_prompt import plain_chunks
 from model.store.manifest import Signature
@@ -66,7 +66,7 @@ class EncodeTexts(PipelineModel):
     def run(self, inputs: Tensors) -> Tensors:
         tokens, names = inputs[TOKENS], list(self.model.tokenizers)  # [images, tokenizers, texts, tokens]
         outputs: Tensors = {}
-        encoders = BASE.encoders(self.model.engines)
+        encoders = self.model.family.base.text_encoders
         for encoder, tokenizer in encoders:
             engines = self.model.engines[encoder]
             ids = tokens[:, names.index(tokenizer)]

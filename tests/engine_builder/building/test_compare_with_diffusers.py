@@ -26,7 +26,7 @@ from engine_builder.networks import network_check as check
 from engine_builder.networks.config_rules import RULES, UNCHECKED, check_config, rules_of
 from engine_builder.stores.store import open_writable_store
 from model.loading.target import Target
-from model.pipeline.spec import find_component
+from model.pipeline.components import find_component
 from model.store.manifest import Family, ModelFacts
 from model.store.precision import BF16, FP16, FP32, Precision
 from tests.engine_builder.helpers import edit_json, edit_weights

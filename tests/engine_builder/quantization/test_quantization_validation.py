@@ -34,9 +34,9 @@ from engine_builder.quantization.validation.thresholds import BadThresholds, Thr
 from model.errors import BrokenImage
 from model.images.encode import Pixels
 from model.loading.load import Loaded
+from model.pipeline.components import FAMILIES
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import GenerationParams
-from model.pipeline.spec import SDXL
 from model.pipeline.text_to_image import generate
 from model.store.manifest import Fp16Steps
 from model.store.precision import BF16, FP32
@@ -233,7 +233,7 @@ PROMPTS = ("a circle", "a square", "a line")
 def networks(toy_folder: Path) -> dict[str, Network]:
     """The toy's networks, by component."""
     checkpoint, reader = Checkpoint(toy_folder), ModuleReader()
-    names = [name for name, spec in SDXL.items() if spec.part == "base"]
+    names = [spec.name for spec in FAMILIES["sdxl"].specs("base")]
     return {name: load_network(checkpoint, name, FP32, reader=reader, plain=True) for name in names}
 
 

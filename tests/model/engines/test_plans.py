@@ -18,7 +18,7 @@ from model.loading.load import Loaded, load_release
 from model.loading.memory import check_memory, tensorrt_bytes
 from model.loading.select import Selection, select
 from model.loading.target import Target
-from model.pipeline.spec import SDXL
+from model.pipeline.components import COMPONENTS
 from model.store.manifest import Blob, Bucket, EngineRecord, Manifest, Signature, Span, TensorRTPlan, TensorSpec
 from tests.support import releases
 from tests.support.fake_tensorrt import (
@@ -93,7 +93,7 @@ def test_opens_a_plan_once_for_all_of_its_engines(store: WritableLocalStore, fak
 def test_engines_of_one_stream_share_a_workspace(store: WritableLocalStore, fake: Fake) -> None:
     plans = Plans(store, CPU)
     names = ("text_encoder", "text_encoder_2", "unet", "refiner_unet", "vae_decoder")
-    engines = [plans.open(engine_record(store, component=name), WEIGHTS, SDXL[name].stream) for name in names]
+    engines = [plans.open(engine_record(store, component=name), WEIGHTS, COMPONENTS[name].stream) for name in names]
     for engine in engines:
         engine.run({"x": torch.zeros(1, 4)})
     text, text_2, unet, refiner, vae = (address for _, address, _ in fake.calls_of("device_memory"))

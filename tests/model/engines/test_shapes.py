@@ -6,7 +6,9 @@ import torch
 from model.engines import shapes
 from model.engines.shapes import bind_shapes
 from model.engines.signatures import (
-    Widths,
+    TextEncoderWidths,
+    UnetWidths,
+    VaeWidths,
     pooled_text_signature,
     unet_signature,
     unet_text_signature,
@@ -14,9 +16,10 @@ from model.engines.signatures import (
 )
 from model.errors import EngineError
 
-WIDTHS = Widths(
-    tokens=77, text_width=8, text_width_2=12, pooled_width=13, context_width=20, latent_channels=4, time_ids=6,
-    vae_scale=8, time_embeds_width=30, keys_values_width=40,
+TEXT_WIDTHS = TextEncoderWidths(tokens=77, width=12, pooled_width=13)
+WIDTHS = UnetWidths(
+    VaeWidths(latent_channels=4, scale=8), tokens=77, pooled_width=13, context_width=20, time_ids=6,
+    time_embeds_width=30, keys_values_width=40,
 )  # fmt: skip
 UNET = unet_signature(WIDTHS, "float16")
 
@@ -33,7 +36,7 @@ def test_returns_the_batch_and_the_size_in_pixels() -> None:
     assert bind_shapes(UNET, unet_inputs(3, 64, 96), "unet") == {"rows": 3, "height": 64, "width": 96}
     assert bind_shapes(UNET, dict(reversed(unet_inputs().items())), "unet")["rows"] == 2, "in any order"
     ids = torch.zeros(5, 77, dtype=torch.int64)
-    assert bind_shapes(pooled_text_signature(WIDTHS, "float32"), {"input_ids": ids}, "t") == {"rows": 5}
+    assert bind_shapes(pooled_text_signature(TEXT_WIDTHS, "float32"), {"input_ids": ids}, "t") == {"rows": 5}
 
 
 def test_sizes_of_a_shape() -> None:
@@ -47,7 +50,7 @@ def test_outputs_of_one_network_are_inputs_of_the_next() -> None:
     for signature in (unet_text_signature(WIDTHS, "float16"), unet_time_signature(WIDTHS, "float16")):
         [output] = signature.outputs
         assert unet_inputs_by_name[output.name] == output
-    pooled = pooled_text_signature(WIDTHS, "float16").outputs[1]
+    pooled = pooled_text_signature(TEXT_WIDTHS, "float16").outputs[1]
     assert pooled.shape in [tensor.shape for tensor in unet_time_signature(WIDTHS, "float16").inputs]
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import save
 from engine_builder.stores.local import WritableLocalStore
 from model.cold_start import ColdStart
 from model.denoising.noise_schedule import InvalidSchedule
-from model.engines.signatures import Widths, unet_signature
+from model.engines.signatures import UnetWidths, VaeWidths, unet_signature
 from model.errors import (
     CorruptBlob,
     EngineError,
@@ -363,9 +363,9 @@ def test_free_memory_is_the_least_of_machine_and_container(tmp_path: Path) -> No
 def test_counts_the_buffers_of_all_loops(tmp_path: Path) -> None:
     """Two sizes, each with its largest batch. The variants of a UNet use the buffers of its loop."""
     empty_store, target = WritableLocalStore(tmp_path), Target("cuda", "h200", "sm90", "torch2.13-cu130")
-    widths = Widths(
-        tokens=77, text_width=8, text_width_2=8, pooled_width=8, context_width=16, latent_channels=4, time_ids=6,
-        vae_scale=8, time_embeds_width=1280, keys_values_width=166_400,
+    widths = UnetWidths(
+        VaeWidths(latent_channels=4, scale=8), tokens=77, pooled_width=8, context_width=16, time_ids=6,
+        time_embeds_width=1280, keys_values_width=166_400,
     )  # fmt: skip
     draft = releases.draft_release(empty_store)
     others = [engine for engine in draft.engines if engine.component != "unet"]

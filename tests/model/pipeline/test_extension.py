@@ -9,7 +9,7 @@ from model.denoising.graph_loop import GraphLoop
 from model.engines.engine import EngineSet
 from model.images.encode import encode_base64
 from model.pipeline.runner import Runner
-from model.pipeline.spec import SDXL, UNET, ComponentSpec
+from model.pipeline.spec import UNET, ComponentSpec
 from model.pipeline.stages import STAGES
 from model.pipeline.text_to_image import generate
 from model.scheduling.scheduler import Scheduler
@@ -17,7 +17,7 @@ from model.settings import Limits
 from model.store.manifest import Bucket, Signature, Span, TensorSpec
 from tests.support.linear_networks import PLAIN, WIDTHS, Stub, linear_model
 
-SAMPLE, SHIFT = (TensorSpec(name=name, dtype="float32", shape=WIDTHS.latents) for name in ("sample", "shift"))
+SAMPLE, SHIFT = (TensorSpec(name=name, dtype="float32", shape=WIDTHS.vae.latents) for name in ("sample", "shift"))
 TYPES = Signature(inputs=(SAMPLE, TensorSpec(name="scale", dtype="float32", shape=("rows", 1))), outputs=(SHIFT,))
 SHIFTER = ComponentSpec("shifter", "base", "", "", lambda *_: TYPES, "step", "cfg_half", by_step=("scale",), feeds=UNET)
 
@@ -44,7 +44,7 @@ def test_adds_a_component_and_a_stage(in_graphs: bool) -> None:
     signature = plain.engines[UNET].signature
     reference.engines[UNET] = EngineSet([ShiftStub(UNET, signature)])
     unet = ShiftStub(UNET, Signature(inputs=(*signature.inputs, SHIFT), outputs=signature.outputs))
-    model.components = SDXL | {"shifter": SHIFTER}
+    model.components = model.components | {"shifter": SHIFTER}
     model.engines |= {UNET: EngineSet([unet]), "shifter": EngineSet([ShiftStub("shifter", TYPES)])}
     if in_graphs:
         unet.bucket = Bucket(rows=Span(min=8, max=8), height=Span(min=64, max=64), width=Span(min=96, max=96))

@@ -131,7 +131,7 @@ def test_previews_of_the_tiny_model_have_its_colours(tiny: tuple[dict[str, Netwo
     examples = [example(model, one) for one in latents]
     old = mean_error(fit_preview_map(model, 128, 128), examples)
     inputs = {"vae_decoder": [{"latents": one / model.settings.vae_scaling_factor} for one in latents]}
-    facts = with_preview_map(model.settings, networks, inputs)
+    facts = with_preview_map(model.settings, model.family, networks, inputs)
     assert facts.preview is not None
     assert facts.preview.error <= BAR, "the build prints it"
     assert mean_error(preview_map_of(facts.preview, CPU), examples) <= BAR < old
@@ -151,8 +151,8 @@ def test_has_no_map_for_a_vae_without_colours(
     networks, model = tiny
     inputs = {"vae_decoder": [{"latents": torch.zeros((1, 4, 8, 8))}]}
     wide = model.settings.model_copy(update={"latent_channels": 33})
-    assert with_preview_map(wide, networks, inputs) is wide
+    assert with_preview_map(wide, model.family, networks, inputs) is wide
     monkeypatch.setattr(preview_map, "_PICTURES", 8)
     bias = next(tensor for name, tensor in networks["vae_decoder"].module.named_parameters() if "conv_out.bias" in name)
     monkeypatch.setattr(bias, "data", torch.full_like(bias, torch.nan))
-    assert with_preview_map(model.settings, networks, inputs) is model.settings
+    assert with_preview_map(model.settings, model.family, networks, inputs) is model.settings

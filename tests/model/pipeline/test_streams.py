@@ -13,6 +13,7 @@ from model.cuda import graphs
 from model.engines.engine import EngineSet
 from model.engines.graphed import GraphedEngine
 from model.pipeline import spec
+from model.pipeline.components import COMPONENTS
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import Mask
 from model.pipeline.preview import fit_preview_map
@@ -93,7 +94,7 @@ def test_scheduled_images_are_correct_and_free_of_races(
     }
     by_declared_stream: dict[str, set[str]] = {}  # TensorRT's plans of one stream share a workspace
     for name, names in used.items():
-        by_declared_stream.setdefault(spec.SDXL[name].stream, set()).update(names)
+        by_declared_stream.setdefault(COMPONENTS[name].stream, set()).update(names)
     assert len(by_declared_stream) == 5 and all(len(names) == 1 for names in by_declared_stream.values())
     for request, files in zip(MIX, images, strict=True):
         for data, image in zip(files, generate(linear_model(), [request])[0], strict=True):

@@ -18,7 +18,7 @@ from engine_builder.networks.network import Network, load_network
 from engine_builder.stores.store import WritableStore
 from model.engines.aot_inductor.compiled_engine import AotInductorEngine
 from model.errors import EngineError
-from model.pipeline.spec import find_component
+from model.pipeline.components import find_component
 from model.store.manifest import EngineRecord
 from model.store.precision import FP16, FP32
 from tests.engine_builder.helpers import edit_weights, perturb

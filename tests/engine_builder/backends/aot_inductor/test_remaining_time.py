@@ -1,7 +1,7 @@
 """The estimate of a build's remaining time: plausible before the first engine, corrected by finished ones."""
 
 from engine_builder.backends.aot_inductor.remaining_time import RemainingTime, expected_seconds
-from model.pipeline.spec import COMPONENTS
+from model.pipeline.components import COMPONENTS
 
 
 def test_counts_down_and_learns_from_finished_engines() -> None:
