@@ -183,8 +183,8 @@ def test_image_has_what_model_imports(layout: Layout) -> None:
     required = [line for line in lines if line and line[0] not in "#-"]
     installed = {canonicalize_name(re.split(r"[<>=\[ ;]", line)[0]) for line in required}
     # Modules that another distribution requires, and cuda, which is installed only on machines with a GPU.
-    known = {"starlette": "fastapi", "h11": "uvicorn", "pydantic_core": "pydantic", "typing_extensions": "pydantic",
-             "botocore": "boto3", "cuda": "cuda-python"}  # fmt: skip
+    known = {"starlette": "fastapi", "h11": "uvicorn", "pydantic_core": "pydantic", "annotated_types": "pydantic",
+             "typing_extensions": "pydantic", "botocore": "boto3", "cuda": "cuda-python"}  # fmt: skip
     distributions = packages_distributions()
     for path in (REPOSITORY / "model").rglob("*.py"):
         for name in third_party_imports(path) - OPTIONAL:
