@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from model import metrics
 from model.child_process import FAILED_EXIT_CODE, exit_soon
 from model.cold_start import ColdStart
-from model.loading.adapters import ServedAdapters
+from model.deployment import Deployment
 from model.loading.load import Loaded, load_release
 from model.loading.runtimes import find_targets, runtime_cache_folder
 from model.loading.warmup import batch_measurement, warm_up
@@ -35,7 +35,7 @@ def load_scheduler(
     the graphs of this load keep the group's communicator, so there can be no second load.
     """
     gc.freeze()  # modules are permanent, and the collection below takes 0.14 s with them
-    store, release = open_store(), settings.required("release")
+    store, deployment = open_store(), Deployment.of(settings)
     targets = find_targets(settings.runtime)
     followers = None
     if settings.gpus_per_image > 1:
@@ -47,17 +47,10 @@ def load_scheduler(
     try:
         loaded = load_release(
             store,
-            release,
+            deployment,
             targets,
-            settings.buckets,
             cold_start,
-            settings.public_key,
             runtime_cache_folder(settings.store_options().cache_folder, targets),
-            settings.served_precision,
-            ServedAdapters(tuple(settings.loras), settings.lora_cache_bytes),
-            safety=settings.safety,
-            ranks=settings.batch_ranks,
-            bands=settings.bands_per_image,
         )
         metrics.watch_gpu_memory(loaded.model.device)
         every = settings.compare_every

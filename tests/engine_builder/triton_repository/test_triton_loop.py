@@ -32,6 +32,7 @@ from preheat.local_server import triton_client as client
 from preheat.local_server.client import CallFailed
 from preheat.local_server.triton_client import Protocol
 from preheat.main import app
+from tests.support.deployments import deployed
 from tests.support.triton_server import TritonServer, export, require_triton_client
 
 STEPS = 4
@@ -88,7 +89,7 @@ def test_images_are_those_of_the_truss_server(triton: TritonServer, loaded: Load
 @pytest.mark.full
 def test_sd_images_are_those_of_the_truss_server(installed: Path, sd_store: WritableStore, tmp_path: Path) -> None:
     repository = export(sd_store.url, ["toy-sd/1"], tmp_path / "repository", "--loop")
-    loaded = load_release(sd_store, "toy-sd/1", detect_targets(), [], ColdStart())
+    loaded = load_release(sd_store, deployed("toy-sd/1"), detect_targets(), ColdStart())
     with TritonServer(installed, repository, tmp_path) as server:
         assert server.load(GENERATE_LOOP) == ""
         compare_ten_images(server, loaded)
