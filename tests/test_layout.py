@@ -26,6 +26,7 @@ LAYERS: tuple[set[str], ...] = (
     {"metrics"},
     {"scheduling"},
     {"loading", "ranks"},
+    {"serving"},
     {"workers"},
     {"api"},
     {"model"},

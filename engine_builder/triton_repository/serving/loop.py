@@ -36,14 +36,10 @@ from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.child_process import FAILED_EXIT_CODE
 from model.cold_start import ColdStart
-from model.deployment import Deployment
 from model.errors import PreheatError, RequestRefused
-from model.loading.load import load_deployment
-from model.loading.warmup import batch_measurement, warm_up
 from model.pipeline.params import GenerationParams
-from model.pipeline.runner import Runner
 from model.scheduling.job import GenerationResult, ImageEvent, StepEvent
-from model.scheduling.scheduler import Scheduler
+from model.serving import start_server
 
 _READERS = 2  # requests whose images are decoded at once
 
@@ -57,13 +53,11 @@ class GenerateLoop:
         try:
             check_config(json.loads(args["model_config"]), loop_model())
             store, settings = open_release(args)
-            cache_folder = settings.store_options().cache_folder
-            self._loaded = load_deployment(store, Deployment.of(settings), cache_folder, ColdStart())
-            self._scheduler = Scheduler(Runner(self._loaded.model), settings.limits, lambda: os._exit(FAILED_EXIT_CODE))
-            self._scheduler.preview_map = self._scheduler.call(lambda: warm_up(self._loaded)).result()
+            self._loaded, self._scheduler = start_server(
+                settings, {}, lambda: store, ColdStart(), lambda: os._exit(FAILED_EXIT_CODE)
+            )
         except Exception as error:
             raise as_triton_error(self._model, error) from error
-        self._scheduler.when_idle(batch_measurement(self._loaded))
         self._readers = ThreadPoolExecutor(_READERS, "preheat-read")
         self._unread = Unread(self._scheduler.limits.max_queue)
         self._watch = Watch(self._scheduler.limits.deadline_seconds)
