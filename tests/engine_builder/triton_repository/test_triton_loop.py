@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,12 @@ def repository(store: WritableStore, release: str, tmp_path_factory: pytest.Temp
 
 @pytest.fixture(scope="module")
 def triton(installed: Path, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    with TritonServer(installed, repository, tmp_path_factory.mktemp("server")) as server:
+    """A server that ignores adapters of the environment: the model's store has none."""
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        patch.setenv("PREHEAT_LORAS", "style")
+        server = stack.enter_context(TritonServer(installed, repository, tmp_path_factory.mktemp("server")))
         assert server.load(GENERATE_LOOP) == ""
+        patch.undo()
         yield server
 
 
