@@ -41,9 +41,8 @@ from model.adapters.library import load_factors
 from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.cold_start import ColdStart
-from model.loading.adapters import ServedAdapters
-from model.loading.load import Loaded, load_release
-from model.loading.runtimes import find_targets
+from model.deployment import Deployment
+from model.loading.load import Loaded, load_deployment
 from model.loading.warmup import warm_up
 from model.pipeline.spec import UNET_LORA
 from model.pipeline.text_to_image import generate
@@ -175,11 +174,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for seed, name in enumerate(names):
                 put_random_adapter(adapters, name, layers, rank, seed)
         overlay = with_adapters(store, adapters)
-        served = ServedAdapters(_NAMES + batch_names, cache_bytes=2**40)
-        loaded = load_release(
-            overlay, options.release, find_targets("aot_inductor"), settings.buckets, ColdStart(),
-            precision=settings.served_precision, adapters=served,
-        )  # fmt: skip
+        # The adapters are not signed, and plans take none.
+        served = {"release": options.release, "public_key": [], "runtime": "aot_inductor"}
+        served |= {"loras": [*_NAMES, *batch_names], "lora_cache_bytes": 2**40}
+        deployment = Deployment.of(settings.model_copy(update=served))
+        loaded = load_deployment(overlay, deployment, settings.store_options().cache_folder, ColdStart())
         assert loaded.model.adapters is not None
         warm_up(loaded)
         loaded.model.adapters.load(_NAMES)

@@ -39,7 +39,6 @@ from model.errors import RequestRefused
 from model.loading.load import Loaded
 from model.pipeline.params import Control, GenerationParams, ImagePrompt, Mask
 from model.pipeline.text_to_image import generate
-from model.settings import ServedPrecision
 from model.store.manifest import Fp16Steps
 from model.store.precision import PRECISIONS
 
@@ -247,9 +246,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--runs", type=int, default=20, help="of requests that are compared")
     parser.add_argument("--side", type=int, help="pixels of requests that are compared; default: the native size")
     options = parser.parse_args(arguments)
-    served: Sequence[ServedPrecision | None]
-    served = [ServedPrecision(PRECISIONS[name], Fp16Steps()) for name in options.precision or ()] or [None]
-    loaded = [load_in_process(options.store, options.release, precision) for precision in served]
+    served: list[dict[str, object]]
+    served = [{"precision": name, "fp16_steps": Fp16Steps()} for name in options.precision or ()] or [{}]
+    loaded = [load_in_process(options.store, options.release, **changes) for changes in served]
     if options.kind == "text":
         cases = [case for case in (*CASES, *SD_CASES) if case.name in options.only] if options.only else None
         rows = list(measure_cases(loaded, options.peer, cases))

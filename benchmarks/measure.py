@@ -18,15 +18,15 @@ import torch
 from benchmarks.rows import Row, make_row, medians
 from model.cold_start import ColdStart
 from model.denoising.loop import ImageState
+from model.deployment import Deployment
 from model.images.encode import Pixels, broken_image, encode_base64
-from model.loading.load import Loaded, load_release
-from model.loading.runtimes import find_targets
+from model.loading.load import Loaded, load_deployment
 from model.pipeline.params import GenerationParams
 from model.pipeline.runner import Runner
 from model.pipeline.spec import UNET
 from model.pipeline.text_to_image import generate, run_stages
 from model.scheduling.output_workers import THREADS
-from model.settings import ServedPrecision, read_settings
+from model.settings import read_settings
 from model.store.store import open_store
 
 _ALTERNATING_RUNS = 4  # counted runs of a candidate before the next candidate
@@ -45,16 +45,14 @@ def release_parser(description: str | None, kinds: Sequence[str] = ()) -> argpar
     return parser
 
 
-def load_in_process(store: str, release: str, precision: ServedPrecision | None = None, bands: int = 1) -> Loaded:
-    """Load a release as a server does, with the settings of the environment. Raises as `load_release` does.
+def load_in_process(store: str, release: str, **changes: object) -> Loaded:
+    """Load a release as a server does, with the settings of the environment. `changes`: of these settings.
 
-    `precision`: replaces the environment's. `bands`: those that each image is divided into.
+    Raises as `load_deployment` does.
     """
-    settings = read_settings()
-    return load_release(
-        open_store(store, settings.store_options()), release, find_targets(settings.runtime), (), ColdStart(),
-        settings.public_key, precision=precision or settings.served_precision, bands=bands,
-    )  # fmt: skip
+    settings = read_settings().model_copy(update={"release": release} | changes)
+    options = settings.store_options()
+    return load_deployment(open_store(store, options), Deployment.of(settings), options.cache_folder, ColdStart())
 
 
 def measure(works: Sequence[Work], warm_ups: int, runs: int) -> list[tuple[list[float], dict[str, float]]]:

@@ -26,11 +26,11 @@ def load_ranked(store: str, release: str, gpus: int, bands: int = 1) -> Iterator
     Yields the release as it runs on this GPU alone, and on all ranks. Raises ConfigError if there are too few GPUs or
     their number is no multiple of `bands`, RankFailed, and what `load_release` raises.
     """
-    divided_settings = {"gpus_per_image": gpus, "bands_per_image": bands}
-    settings = read_settings(divided_settings).model_copy(update={"store": store, "release": release})
+    ranks = {"gpus_per_image": gpus, "bands_per_image": bands}
+    settings = read_settings(ranks).model_copy(update={"store": store, "release": release})
     # First, so that nothing is started for a release that does not load.
     alone = load_in_process(store, release)
-    with_bands = load_in_process(store, release, bands=bands) if bands > 1 else alone
+    with_bands = load_in_process(store, release, **ranks) if bands > 1 else alone
     followers = start_followers(settings, {})
     try:
         divided = replace(with_bands, model=with_bands.model.sharing())

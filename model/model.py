@@ -101,10 +101,10 @@ class Model:
         """Load the release in this process."""
         _import_libraries()
 
-        from model.workers.load import end_failed_process, load_scheduler
+        from model.serving import end_failed_process, start_server
 
         self._cold_start.record("import", seconds_since_process_start())
-        loaded, scheduler = load_scheduler(
+        loaded, scheduler = start_server(
             self._settings, self._secrets, self._prefetch.store, self._cold_start, end_failed_process
         )
         return loaded.summary, scheduler

@@ -5,7 +5,6 @@ Unknown names are refused: a misspelled `public_key` would switch off the check 
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
@@ -13,7 +12,6 @@ from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, fi
 from model.errors import ConfigError
 from model.store.manifest import Fp16Steps
 from model.store.options import StoreOptions, expand_cache_folder
-from model.store.precision import Precision
 from model.store.signature import PublicKey, parse_public_keys
 from model.validation import BAND_COUNTS, MAX_IMAGES, Safety, StrictModel, explain, format_value, refusal
 
@@ -103,19 +101,6 @@ class Limits(StrictModel):
     """Seconds for which requests with the merged adapters go first, while a request with others waits."""
 
 
-@dataclass(frozen=True)
-class ServedPrecision:
-    """What a deployment configures about precision.
-
-    `unet`: see `model.loading.runtimes.servable_engines`. `fp16_steps`: None: the release's default. `compares`: images
-    of 8-bit UNets are compared with fp16.
-    """
-
-    unet: Precision | None = None
-    fp16_steps: Fp16Steps | None = None
-    compares: bool = False
-
-
 class Settings(StrictModel):
     """The settings of a deployment. `store` and `release` are "" until they are configured."""
 
@@ -183,17 +168,6 @@ class Settings(StrictModel):
         if bands > 1 and info.data.get("compare_every"):
             raise refusal(f"{bands} bands for each image, and compare_every: images are compared on one GPU only")
         return bands
-
-    @property
-    def batch_ranks(self) -> int:
-        """The ranks, or groups of ranks with a band each, that divide a batch among them."""
-        return self.gpus_per_image // self.bands_per_image
-
-    @property
-    def served_precision(self) -> ServedPrecision:
-        """The configured precision and fp16 steps, and whether images are compared with fp16."""
-        unet = None if self.precision is None else Precision.named(self.precision)
-        return ServedPrecision(unet, self.fp16_steps, self.compare_every is not None)
 
     def has_one_worker(self, gpus: int) -> bool:
         """True if images are generated in the server's own process; see `worker_count`."""

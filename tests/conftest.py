@@ -39,6 +39,7 @@ from model.store.precision import FP32
 from preheat.local_server.server import Layout, Server, build_context, lay_out
 from tests.support import controlnets, toy_sdxl
 from tests.support import object_store as ceph
+from tests.support.deployments import deployed
 from tests.support.faulty_proxy import FaultyProxy
 from tests.support.object_store import ObjectStore
 from tests.support.repository import MODEL_FOLDER, REPOSITORY
@@ -146,7 +147,7 @@ def release(published: tuple[WritableStore, str]) -> str:
 @pytest.fixture(scope="session")
 def loaded(store: WritableStore, release: str) -> Loaded:
     """`release`, loaded in this process on the CPU."""
-    return load_release(store, release, detect_targets(), buckets=[], cold_start=ColdStart())
+    return load_release(store, deployed(release), detect_targets(), ColdStart())
 
 
 @pytest.fixture(scope="session")

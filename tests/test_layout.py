@@ -17,6 +17,7 @@ LAYERS: tuple[set[str], ...] = (
     {"validation"},
     {"store"},
     {"settings", "cold_start", "child_process"},
+    {"deployment"},
     {"cuda", "images", "weights"},
     {"engines"},
     {"denoising"},
@@ -26,6 +27,7 @@ LAYERS: tuple[set[str], ...] = (
     {"scheduling"},
     {"request_fields"},
     {"loading", "ranks"},
+    {"serving"},
     {"workers"},
     {"api"},
     {"model"},
@@ -33,7 +35,7 @@ LAYERS: tuple[set[str], ...] = (
 # These run before torch is imported, or in a process that never imports it.
 TORCH_FREE = (
     "model.adapters.layers", "model.store", "model.settings", "model.validation", "model.api.request",
-    "model.api.resolve",
+    "model.api.resolve", "model.deployment",
     "model.engines.signatures",
     "model.engines.tensorrt.libraries", "model.engines.tensorrt.execution", "model.engines.tensorrt.runtime_caches",
     "model.request_fields", "model.pipeline.spec", "model.pipeline.components", "model.pipeline.families",

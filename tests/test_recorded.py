@@ -13,18 +13,19 @@ from engine_builder.building.build_plan import BuildPlan
 from engine_builder.checkpoints.folder import Checkpoint, IpAdapterFiles
 from engine_builder.checkpoints.safety_checker import find_safety_checker
 from engine_builder.stores.store import WritableStore
+from model.deployment import ServedAdapters, ServedPrecision
 from model.errors import PreheatError
-from model.loading.adapters import ServedAdapters
 from model.loading.load import Loaded
 from model.loading.select import select
 from model.loading.target import Target
 from model.pipeline.params import Control, ImagePrompt, Mask
 from model.pipeline.text_to_image import generate
-from model.settings import ServedBucket, ServedPrecision
+from model.settings import ServedBucket
 from model.store.manifest import Fp16Steps
 from model.store.precision import BF16, FP8, FP16, FP32, INT8
 from tests.support import ip_adapters, recorded, toy_safety_checker, toy_sd, toy_sdxl
 from tests.support.adapters import CONVOLUTIONS, PACKABLE, module_shapes, random_deltas, write_adapter
+from tests.support.deployments import deployed
 from tests.support.parity import load, params_of, picture
 from tests.support.recorded import CPU, H100, SIZES, PlannedEngine, compare_with_recorded
 from tests.support.repository import MODEL_FOLDER
@@ -82,22 +83,23 @@ def test_engine_keys_are_the_recorded_ones(planned: dict[str, list[PlannedEngine
     assert keys == compare_with_recorded("engine_keys", keys)
 
 
+ADAPTERS = ServedAdapters(("style",))
 SELECTIONS: dict[str, tuple[Target, dict[str, Any]]] = {
     "CPU": (CPU, {}),
-    "CPU, adapters": (CPU, {"with_adapters": True}),
+    "CPU, adapters": (CPU, {"adapters": ADAPTERS}),
     "CPU, bands": (CPU, {"bands": 2}),
     "GPU": (H100, {"precision": ServedPrecision()}),
-    "GPU, adapters": (H100, {"with_adapters": True}),
-    "GPU, one size": (H100, {"buckets": [ServedBucket(height=64, width=64, rows=2)]}),
-    "GPU, another size": (H100, {"buckets": [ServedBucket(height=128, width=64, rows=4)], "with_adapters": True}),
-    "GPU, a missing size": (H100, {"buckets": [ServedBucket(height=96, width=96, rows=2)]}),
+    "GPU, adapters": (H100, {"adapters": ADAPTERS}),
+    "GPU, one size": (H100, {"buckets": (ServedBucket(height=64, width=64, rows=2),)}),
+    "GPU, another size": (H100, {"buckets": (ServedBucket(height=128, width=64, rows=4),), "adapters": ADAPTERS}),
+    "GPU, a missing size": (H100, {"buckets": (ServedBucket(height=96, width=96, rows=2),)}),
     "GPU, bands": (H100, {"bands": 2}),
-    "GPU, FP8": (H100, {"precision": ServedPrecision(FP8), "with_adapters": True}),
+    "GPU, FP8": (H100, {"precision": ServedPrecision(FP8), "adapters": ADAPTERS}),
     "GPU, FP8, steps in fp16": (H100, {"precision": ServedPrecision(FP8, Fp16Steps(first=1, last=1))}),
-    "GPU, FP8, compared": (H100, {"precision": ServedPrecision(FP8, compares=True), "with_adapters": True}),
+    "GPU, FP8, compared": (H100, {"precision": ServedPrecision(FP8, compares=True), "adapters": ADAPTERS}),
     "GPU, INT8": (H100, {"precision": ServedPrecision(INT8)}),
     "GPU, fp32": (H100, {"precision": ServedPrecision(FP32)}),
-    "safety checker": (CPU, {"with_safety_checker": True}),
+    "safety checker": (CPU, {"safety": "flag"}),
 }
 
 
@@ -112,7 +114,7 @@ def test_selections_are_the_recorded_ones(
         manifest = recorded.with_engines(manifest, {(one.component, one.key): one for one in engines}.values())
         for title, (target, options) in SELECTIONS.items():
             try:
-                selection = select(manifest, [target], **{"buckets": []} | options)
+                selection = select(manifest, [target], deployed(release, **options))
                 found[f"{name}: {title}"] = recorded.describe_selection(selection)
             except PreheatError as error:
                 found[f"{name}: {title}"] = {"refused": str(error)}

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from engine_builder.releases.runnable_targets import find_pinned_version, list_runnable_targets
 from engine_builder.truss_config import read_truss_config
+from model.deployment import Deployment
 from model.engines.tensorrt.libraries import LIBRARIES
 from model.errors import ConfigError, PreheatError, StoreError
 from model.loading.select import Selection, select
@@ -76,11 +77,12 @@ def check_deployment(path: Path, store: str | None = None) -> DeploymentCheck:
             "Sign releases with `preheat publish --sign`, and name the key."
         )
     if torch is not None:
-        selection = check.attempt(lambda: _select(manifest, config, torch, settings))
+        deployment = Deployment.of(settings)
+        selection = check.attempt(lambda: _select(manifest, config, torch, deployment))
         if selection is not None:
-            served = check.attempt(lambda: served_model(selection, settings.buckets, safety=settings.safety))
+            served = check.attempt(lambda: served_model(selection, deployment))
             if settings.loras:
-                check.attempt(lambda: _check_adapters(settings, selection))
+                check.attempt(lambda: _check_adapters(settings, deployment, selection))
             if served is not None and not check.refusals:
                 check.served = _describe(selection, served, settings)
     return check
@@ -142,15 +144,14 @@ def _open_store(settings: Settings) -> Store:
     return open_store(settings.store, options)
 
 
-def _check_adapters(settings: Settings, selection: Selection) -> None:
+def _check_adapters(settings: Settings, deployment: Deployment, selection: Selection) -> None:
     """Raise what the load of a server would raise for the configured adapters."""
     from engine_builder.adapters.add import release_layers
     from model.adapters.library import check_fit  # imports PyTorch, which other checks do not need
-    from model.loading.adapters import read_adapters, unquantized_weights
+    from model.loading.adapters import read_adapters
 
     store = _open_store(settings)
-    records = read_adapters(store, settings.loras, settings.public_key, selection)
-    unquantized_weights(selection)
+    records = read_adapters(store, deployment, selection)
     layers = release_layers(store, selection.manifest)
     for record in records:
         check_fit(record, layers, selection.manifest.name)
@@ -215,7 +216,7 @@ def _pinned_torch(check: DeploymentCheck, config: Any) -> str:
     return version
 
 
-def _select(manifest: Manifest, config: Any, torch: str, settings: Settings) -> Selection:
+def _select(manifest: Manifest, config: Any, torch: str, deployment: Deployment) -> Selection:
     """Select the engines for the config's GPU (or CPU), torch and libraries of plans, as a server with them does."""
     accelerator = config.resources.accelerator.accelerator
     name = accelerator.value if accelerator else ""
@@ -223,17 +224,8 @@ def _select(manifest: Manifest, config: Any, torch: str, settings: Settings) -> 
         library.runtime: find_pinned_version(config.requirements, "|".join(library.distributions))
         for library in LIBRARIES.values()
     }
-    targets = list_runnable_targets(manifest, name, torch, versions, settings.runtime)
-    return select(
-        manifest,
-        targets,
-        settings.buckets,
-        versions,
-        settings.served_precision,
-        with_adapters=bool(settings.loras),
-        with_safety_checker=settings.safety != "off",
-        bands=settings.bands_per_image,
-    )
+    targets = list_runnable_targets(manifest, name, torch, versions, deployment.runtime)
+    return select(manifest, targets, deployment, versions)
 
 
 def _describe(selection: Selection, served: ServedModel, settings: Settings) -> list[str]:

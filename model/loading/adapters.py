@@ -1,7 +1,6 @@
 """The adapters that a deployment offers: their records are checked before weights are read, their factors later."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -9,37 +8,27 @@ from model.adapters.layers import COMPONENTS, find_layers
 from model.adapters.library import AdapterLibrary, check_fit
 from model.adapters.merge import AdaptableWeights, Weights, copied_bytes
 from model.adapters.packing import make_packing, rank_of
+from model.deployment import Deployment
 from model.errors import AdapterError, OutOfDeviceMemory
 from model.loading.memory import free_host_memory
 from model.loading.select import Selection
 from model.pipeline.spec import UNET
 from model.store.adapter_record import AdapterRecord
-from model.store.manifest import WeightsRecord
 from model.store.precision import INT8
-from model.store.signature import PublicKey, check_signature
+from model.store.signature import check_signature
 from model.store.store import Store
 
 _RESERVED_BYTES = 12 * 2**30  # of a GPU's memory, for the steps' activations and graphs, and for decoding
 
 
-@dataclass(frozen=True)
-class ServedAdapters:
-    """What a deployment configures about adapters. `cache_bytes`: see `AdapterLibrary`."""
+def read_adapters(store: Store, deployment: Deployment, selection: Selection) -> list[AdapterRecord]:
+    """Read the records of a deployment's adapters, and check their signatures.
 
-    names: tuple[str, ...] = ()
-    cache_bytes: int = 4 * 2**30
-
-
-NO_ADAPTERS = ServedAdapters()
-
-
-def read_adapters(
-    store: Store, names: Sequence[str], keys: Sequence[PublicKey], selection: Selection
-) -> list[AdapterRecord]:
-    """Read the records of adapters, and check their signatures.
-
-    Raises AdapterNotFound, AdapterError, UntrustedRelease or StoreError.
+    Weights in 8 bits are quantized again after a merge, from those that they were quantized from. Most changes are
+    smaller than the rounding of 8 bits, and would be lost if they were added to rounded weights. Raises
+    AdapterNotFound, UntrustedRelease, StoreError, or AdapterError, also if the release lacks unquantized weights.
     """
+    names = deployment.adapters.names
     if names and any(engine.tensorrt for engines in selection.engines.values() for engine in engines):
         raise AdapterError(
             "Plans of TensorRT have their own copies of the weights, so adapters cannot be merged.",
@@ -52,29 +41,15 @@ def read_adapters(
         )
     records = [store.read_adapter(name) for name in dict.fromkeys(names)]
     for record in records:
-        check_signature(record, keys)
+        check_signature(record, deployment.public_keys)
+    if names and (served := selection.weights[UNET][0].precision).is_quantized and selection.unquantized is None:
+        raise AdapterError(
+            f"Release {selection.manifest.name} has no {served.unquantized} weights of its UNet, which adapters need "
+            f"with precision {served}.",
+            f"Build it also in {served.unquantized} (`preheat build`) and publish a new release, or remove `loras` "
+            "from the config.",
+        )
     return records
-
-
-def unquantized_weights(selection: Selection) -> WeightsRecord | None:
-    """Return the weights that an 8-bit UNet's were quantized from, or None for other UNets.
-
-    A merge quantizes again. Most changes are smaller than the rounding of 8 bits, and would be lost if they were added
-    to rounded weights. Raises AdapterError if the release lacks them.
-    """
-    [served, *_] = selection.weights[UNET]
-    if not served.precision.is_quantized:
-        return None
-    wanted = (UNET, served.precision.unquantized, served.layout)
-    for record in selection.manifest.weights:
-        if (record.component, record.precision, record.layout) == wanted:
-            return record
-    raise AdapterError(
-        f"Release {selection.manifest.name} has no {served.precision.unquantized} weights of its UNet, which adapters "
-        f"need with precision {served.precision}.",
-        f"Build it also in {served.precision.unquantized} (`preheat build`) and publish a new release, or remove "
-        "`loras` from the config.",
-    )
 
 
 def open_library(

@@ -5,9 +5,10 @@ cause and the command that fixes it.
 """
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -16,6 +17,7 @@ from model.cold_start import ColdStart
 from model.cuda.libraries import loading_libraries
 from model.denoising.edm_schedule import AnyNoiseSchedule, schedule_from_dict
 from model.denoising.samplers import served_samplers
+from model.deployment import Deployment
 from model.engines.aot_inductor.compiled_engine import AotInductorEngine
 from model.engines.aot_inductor.package import check_identity
 from model.engines.engine import Engine, EngineSet
@@ -23,8 +25,9 @@ from model.engines.graphed import GraphedEngine
 from model.engines.signatures import LORA_DOWN
 from model.engines.tensorrt.plans import Plans
 from model.engines.tensorrt.runtime_caches import RuntimeCacheFolder
-from model.loading.adapters import NO_ADAPTERS, ServedAdapters, open_library, read_adapters, unquantized_weights
+from model.loading.adapters import open_library, read_adapters
 from model.loading.memory import check_memory
+from model.loading.runtimes import find_targets, runtime_cache_folder
 from model.loading.select import Selection, select
 from model.loading.served import ServedModel, ServedRelease, served_model
 from model.loading.target import Target
@@ -33,12 +36,10 @@ from model.pipeline.components import COMPONENTS, FAMILIES, find_component
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.spec import ADDED_COMPONENTS, UNET_LORA
 from model.prompts.tokenizer import ClipTokenizer, open_tokenizer
-from model.settings import ServedBucket, ServedPrecision
 from model.store.manifest import Blob, EngineRecord, Fp16Steps, WeightsRecord
 from model.store.precision import FP16, Precision
-from model.store.signature import PublicKey, check_signature
+from model.store.signature import check_signature
 from model.store.store import Store
-from model.validation import Safety
 from model.weights.cache import WeightsCache
 from model.weights.layout import from_stored
 
@@ -75,59 +76,38 @@ class Loaded:
 
 def load_release(
     store: Store,
-    release: str,
+    deployment: Deployment,
     targets: Sequence[Target],
-    buckets: Sequence[ServedBucket],
     cold_start: ColdStart,
-    public_keys: Sequence[PublicKey] = (),
     caches: RuntimeCacheFolder | None = None,
-    precision: ServedPrecision | None = None,
-    adapters: ServedAdapters = NO_ADAPTERS,
-    components: Collection[str] | None = None,
-    safety: Safety = "off",
-    ranks: int = 1,
-    bands: int = 1,
 ) -> Loaded:
-    """Load `release` for the first of `targets` that it has engines for.
+    """Load a deployment's release for the first of `targets` that it has engines for.
 
-    If `buckets` is empty, all buckets are loaded. With `public_keys`, the release must be signed by one of them.
-    `caches`: the folder of kernels that TensorRT-RTX compiles on this GPU; None: they are not kept. `precision`: see
-    `select`. `adapters`: those that requests may use. `components`: the only ones to fetch and open, for a process that
-    runs a part of the pipeline; None: all. `safety`: what happens with images that the release's safety checker flags.
-    It is loaded unless this is off. `ranks`: the number of those that will divide the batches of the loops.
-    `bands`: those that each image is divided into.
+    `caches`: the folder of kernels that TensorRT-RTX compiles on this GPU; None: they are not kept.
 
     Raises ReleaseNotFound, ManifestError, UntrustedRelease, MissingComponent, NoEngineForTarget, OutOfDeviceMemory,
     AdapterNotFound, AdapterError, StoreError, CorruptBlob or EngineError. Errors that follow from the manifest alone
     are raised before any blob is read.
     """
+    [release] = deployment.releases
     device = torch.device("cuda:0" if targets[0].device == "cuda" else "cpu")
     if device.type == "cuda":
         # The host has little work, and waking a thread on each of its cores takes longer than the work.
         torch.set_num_threads(1)
     with cold_start.phase("resolve"):
         manifest = store.read_release(release)
-        check_signature(manifest, public_keys)
-        selection = select(
-            manifest,
-            targets,
-            buckets,
-            precision=precision,
-            with_adapters=bool(adapters.names),
-            with_safety_checker=safety != "off",
-            bands=bands,
-        )
-        served = served_model(selection, buckets, adapters.names, safety)
+        check_signature(manifest, deployment.public_keys)
+        selection = select(manifest, targets, deployment)
+        served = served_model(selection, deployment)
         family = FAMILIES[manifest.family]
         unet = selection.engines[family.base.unet][0]
-        if components is not None:
-            selection = selection.only(components)
-        adapter_records = read_adapters(store, adapters.names, public_keys, selection)
-        unquantized = unquantized_weights(selection) if adapter_records else None
+        selection = selection.only(deployment.components)
+        adapter_records = read_adapters(store, deployment, selection)
+        unquantized = selection.unquantized
         noise_schedules: dict[str, AnyNoiseSchedule] = {
             name: schedule_from_dict(entries) for name, entries in manifest.schedulers.items()
         }
-        check_memory(device, selection, ranks=ranks)
+        check_memory(device, selection, ranks=deployment.ranks)
     with loading_libraries(_uses_torch_on_gpu(device, selection), cold_start), WeightsCache(store, device) as cache:
         also_streamed = [unquantized] if unquantized else []
         cache.begin([*selection.streamed_weights(), *also_streamed], cold_start)
@@ -159,7 +139,7 @@ def load_release(
                     originals,
                     release,
                     device,
-                    adapters.cache_bytes,
+                    deployment.adapters.cache_bytes,
                     _lora_down(selection),
                 )
         with cold_start.phase("engines"):
@@ -185,10 +165,19 @@ def load_release(
         fp16_engines=fp16_engines,
         fp16_steps=selection.fp16_steps or Fp16Steps(),
         adapters=library,
-        blanks_flagged=safety == "blank",
+        blanks_flagged=deployment.safety == "blank",
     )
     weight_bytes = cache.bytes + selection.plan_weight_bytes()
     return Loaded(model, served, release, selection.target, unet.runtime, weight_bytes, plans, unet.precision)
+
+
+def load_deployment(store: Store, deployment: Deployment, cache_folder: Path, cold_start: ColdStart) -> Loaded:
+    """Load a deployment's release on this machine, whose GPU or CPU decides the target.
+
+    `cache_folder`: for kernels that TensorRT-RTX compiles. Raises TensorRTUnavailable, and what `load_release` raises.
+    """
+    targets = find_targets(deployment.runtime)
+    return load_release(store, deployment, targets, cold_start, runtime_cache_folder(cache_folder, targets))
 
 
 def _uses_torch_on_gpu(device: torch.device, selection: Selection) -> bool:

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 
+from model.deployment import Deployment
 from model.errors import PreheatError
 from model.loading.prefetch_worker import PrefetchProcess, fetch_selected
 from model.loading.runtimes import find_targets
@@ -83,28 +84,18 @@ class Prefetch:
 
     def _fetch(self) -> None:
         settings, options = self._settings, self._settings.store_options(self._secrets)
+        deployment = Deployment.of(settings)
         self._store = store = self._open_store(settings.store, options)
         targets = find_targets(settings.runtime)
         if self._process is None:
             self._opened.set()
-            release = store.read_release(settings.release)
-            keys, buckets, precision = settings.public_key, settings.buckets, settings.served_precision
-            fetch_selected(
-                store,
-                release,
-                keys,
-                targets,
-                buckets,
-                precision,
-                bool(settings.loras),
-                settings.safety != "off",
-                settings.bands_per_image,
-            )
+            manifest = store.read_release(settings.release)
+            fetch_selected(store, manifest, deployment, targets)
             return
-        self._process.send_request(settings, options, targets)
-        manifest = self._process.manifest()
-        if manifest is not None and isinstance(store, S3Store):
-            store.preset_manifest(settings.release, manifest)
+        self._process.send_request(settings.store, options, deployment, targets)
+        content = self._process.manifest()
+        if content is not None and isinstance(store, S3Store):
+            store.preset_manifest(settings.release, content)
         self._opened.set()
         self._process.wait()
 

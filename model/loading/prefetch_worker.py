@@ -23,14 +23,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from model.child_process import start_child, wait_for_parent
+from model.deployment import Deployment
 from model.errors import PreheatError
 from model.loading.select import select
 from model.loading.target import Target
-from model.settings import ServedBucket, ServedPrecision, Settings
-from model.store.manifest import Fp16Steps, Manifest
+from model.store.manifest import Manifest
 from model.store.options import StoreOptions
-from model.store.precision import Precision
-from model.store.signature import PublicKey, check_signature
+from model.store.signature import check_signature
 from model.store.store import Store
 
 logger = logging.getLogger("preheat")
@@ -51,21 +50,13 @@ class PrefetchProcess:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
 
-    def send_request(self, settings: Settings, options: StoreOptions, targets: Sequence[Target]) -> None:
-        """Send the release, store and selection to fetch."""
+    def send_request(self, url: str, options: StoreOptions, deployment: Deployment, targets: Sequence[Target]) -> None:
+        """Send what to fetch: the store and its options, the deployment, and this machine's targets."""
         request = {
-            "url": settings.store,
-            "release": settings.release,
+            "url": url,
             "options": {name: value for name, value in asdict(options).items() if name != "report"},
-            "keys": [str(key) for key in settings.public_key],
+            "deployment": deployment.to_json(),
             "targets": [asdict(target) for target in targets],
-            "buckets": [bucket.model_dump() for bucket in settings.buckets],
-            "precision": settings.precision,
-            "with_adapters": bool(settings.loras),
-            "with_safety_checker": settings.safety != "off",
-            "bands": settings.bands_per_image,
-            "fp16_steps": settings.fp16_steps and settings.fp16_steps.model_dump(),
-            "compares": settings.served_precision.compares,
         }
         with suppress(OSError):  # the process has ended, and `manifest` returns None
             self._stdin.write(json.dumps(request, default=str).encode() + b"\n")
@@ -93,29 +84,10 @@ class PrefetchProcess:
             self._stdin.close()
 
 
-def fetch_selected(
-    store: Store,
-    manifest: Manifest,
-    keys: Sequence[PublicKey],
-    targets: Sequence[Target],
-    buckets: Sequence[ServedBucket],
-    precision: ServedPrecision,
-    with_adapters: bool,
-    with_safety_checker: bool,
-    bands: int,
-) -> None:
+def fetch_selected(store: Store, manifest: Manifest, deployment: Deployment, targets: Sequence[Target]) -> None:
     """Check the signature, select, and fetch. Raises what `check_signature`, `select` and `Store.fetch` raise."""
-    check_signature(manifest, keys)
-    selection = select(
-        manifest,
-        targets,
-        buckets,
-        precision=precision,
-        with_adapters=with_adapters,
-        with_safety_checker=with_safety_checker,
-        bands=bands,
-    )
-    store.fetch(selection.blobs())
+    check_signature(manifest, deployment.public_keys)
+    store.fetch(select(manifest, targets, deployment).only(deployment.components).blobs())
 
 
 def main() -> None:
@@ -136,24 +108,13 @@ def main() -> None:
     folder = request["options"].pop("cache_dir")
     try:
         store = S3Store(request["url"], StoreOptions(cache_dir=folder and Path(folder), **request["options"]))
-        manifest = store.read_manifest(request["release"])
+        deployment = Deployment.from_json(request["deployment"])
+        [release] = deployment.releases
+        manifest = store.read_manifest(release)
         out.write(len(manifest).to_bytes(_LENGTH_BYTES, "big") + manifest)
         out.flush()
-        fetch_selected(
-            store,
-            parse_manifest(manifest, request["release"]),
-            [PublicKey.parse(key) for key in request["keys"]],
-            [Target(**target) for target in request["targets"]],
-            [ServedBucket(**bucket) for bucket in request["buckets"]],
-            ServedPrecision(
-                request["precision"] and Precision.named(request["precision"]),
-                request["fp16_steps"] and Fp16Steps(**request["fp16_steps"]),
-                request["compares"],
-            ),
-            request["with_adapters"],
-            request["with_safety_checker"],
-            request["bands"],
-        )
+        targets = [Target(**target) for target in request["targets"]]
+        fetch_selected(store, parse_manifest(manifest, release), deployment, targets)
     except PreheatError:
         return  # the load raises and reports the same error
     done.set()

@@ -6,6 +6,7 @@ Imports neither torch nor numpy, so it runs while torch is still being imported,
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from model.deployment import Deployment, ServedPrecision
 from model.engines.tensorrt.libraries import LIBRARIES
 from model.errors import ConfigError, EngineError, MissingComponent, NoEngineForTarget
 from model.loading.runtimes import can_run, servable_engines, sort_fastest_first, version_of
@@ -23,7 +24,7 @@ from model.pipeline.spec import (
     ip_components,
     model_parts,
 )
-from model.settings import ServedBucket, ServedPrecision
+from model.settings import ServedBucket
 from model.store.manifest import Blob, Bucket, EngineRecord, Fp16Steps, Manifest, WeightsRecord
 from model.store.precision import FP16, Precision
 
@@ -36,6 +37,7 @@ class Selection:
     components without engines of their own -> the component with the same weights whose engines serve both.
     `fp16_steps`: the steps in fp16, or None if there are none. With them, or if images are compared with fp16, UNets
     have engines in two precisions: first the served one, then fp16. In a comparison the VAE decoder has them too.
+    `unquantized`: with adapters, the weights that an 8-bit UNet's were quantized from, if the release has them.
     """
 
     manifest: Manifest
@@ -44,9 +46,12 @@ class Selection:
     weights: dict[str, list[WeightsRecord]]
     shared: dict[str, str]
     fp16_steps: Fp16Steps | None = None
+    unquantized: WeightsRecord | None = None
 
-    def only(self, components: Collection[str]) -> "Selection":
-        """Return the selection of these components."""
+    def only(self, components: Collection[str] | None) -> "Selection":
+        """Return the selection of these components; None: all."""
+        if components is None:
+            return self
         return replace(
             self,
             engines={name: records for name, records in self.engines.items() if name in components},
@@ -82,6 +87,7 @@ class Selection:
         """Return the blobs of engines, tokenizers and (by default) weights, the largest first: they take longest."""
         records = [record for engines in self.engines.values() for record in engines]
         blobs = self.weight_blobs() if weights else []
+        blobs += self.unquantized.blobs if weights and self.unquantized else ()
         blobs += [blob for record in records for blob in (record.blob, record.constants)]
         blobs += [record.tensorrt.literals for record in records if record.tensorrt]
         blobs += [record.blob for record in self.manifest.tokenizers.values()]
@@ -91,25 +97,22 @@ class Selection:
 def select(
     manifest: Manifest,
     targets: Sequence[Target],
-    buckets: Sequence[ServedBucket],
+    deployment: Deployment,
     versions: Mapping[str, str | None] | None = None,
-    precision: ServedPrecision | None = None,
-    with_adapters: bool = False,
-    with_safety_checker: bool = False,
-    bands: int = 1,
 ) -> Selection:
-    """Select the engines and weights for the first of `targets` that has all engines.
+    """Select the engines and weights that a deployment serves, for the first of `targets` that has all engines.
 
-    If `buckets` is empty, every bucket of the release is selected. Optional components may lack sizes, and are left out
-    if they have none of the buckets. `versions`: runtime -> the server's version of that library; None: the installed
-    ones. `precision`: None selects the defaults. `with_adapters`: also the UNet that takes adapters as inputs, if the
-    release has it. `with_safety_checker`: also the safety checker, which the release must have. `bands`: those that
-    each image is divided into; the release must have UNets for them. Raises MissingComponent, NoEngineForTarget,
-    EngineError, or ConfigError if UNets that are not 8-bit are to be compared with fp16, before any blob is read.
+    Optional components may lack sizes, and are left out if they have none of the buckets. With adapters, the UNet that
+    takes them as inputs is selected too, if the release has it. The release must have the safety checker if images are
+    checked, and UNets for several bands. The deployment's `components` do not change the selection: see
+    `Selection.only`. `versions`: runtime -> the server's version of that library; None: the installed ones.
+
+    Raises MissingComponent, NoEngineForTarget, EngineError, or ConfigError if UNets that are not 8-bit are to be
+    compared with fp16, before any blob is read.
     """
     names = required_components(manifest)
-    precision = precision or ServedPrecision()
-    wanted = precision.unet
+    buckets, precision, bands = deployment.buckets, deployment.precision, deployment.bands
+    wanted, with_adapters = precision.unet, bool(deployment.adapters.names)
     target = choose_target(manifest, sort_fastest_first(manifest, targets, names, versions, wanted), names)
     if wanted is not None:
         check_precision(manifest, target, wanted, "remove `precision` from the config")
@@ -121,7 +124,7 @@ def select(
         if all(chosen.get(name) for name in components):
             incomplete -= set(components)
     engines |= {name: records for name, records in chosen.items() if records and name not in incomplete}
-    if with_safety_checker:
+    if deployment.safety != "off":
         engines[SAFETY_CHECKER] = _choose_safety_checker(manifest, target)
     unet = FAMILIES[manifest.family].base.unet
     fp16_steps = _fp16_steps(manifest, engines[unet][0].precision, precision)
@@ -168,7 +171,8 @@ def select(
     shared = {name: owner for name, owner in same_as.items() if owner and identities[name] == identities[owner]}
     for name in shared:
         del engines[name], weights[name]
-    return Selection(manifest, target, engines, weights, shared, fp16_steps)
+    unquantized = _unquantized(manifest, weights[unet][0]) if with_adapters else None
+    return Selection(manifest, target, engines, weights, shared, fp16_steps, unquantized)
 
 
 def _serves(engine: Bucket, served: ServedBucket) -> bool:
@@ -325,6 +329,13 @@ def weights_of(manifest: Manifest, engine: EngineRecord) -> WeightsRecord:
     raise MissingComponent(
         f"Release {manifest.name} has no {engine.precision} weights of {engine.component} in layout {engine.layout}."
     )
+
+
+def _unquantized(manifest: Manifest, served: WeightsRecord) -> WeightsRecord | None:
+    """Return the weights that 8-bit weights were quantized from. None for others, or if the release lacks them."""
+    wanted = (served.component, served.precision.unquantized, served.layout)
+    records = manifest.weights if served.precision.is_quantized else ()
+    return next((record for record in records if (record.component, record.precision, record.layout) == wanted), None)
 
 
 def check_plan_versions(

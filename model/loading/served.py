@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from model.denoising.sampler_specs import check_refiner, check_steps, sampler_spec
+from model.deployment import Deployment
 from model.engines.signatures import clip_skip_columns, control_types, image_slots
 from model.errors import ManifestError, NoEngineForTarget, RequestRefused
 from model.loading.select import Selection
@@ -156,10 +157,8 @@ class ServedRelease:
     samplers: tuple[str, ...]
 
 
-def served_model(
-    selection: Selection, buckets: Sequence[ServedBucket], loras: Sequence[str] = (), safety: Safety = "off"
-) -> ServedModel:
-    """Return the choices that a deployment with these buckets and adapters offers.
+def served_model(selection: Selection, deployment: Deployment) -> ServedModel:
+    """Return the choices that a deployment offers.
 
     Raises ManifestError or NoEngineForTarget if the release's own defaults are not served. Every request that omits
     these fields would otherwise be refused.
@@ -180,7 +179,7 @@ def served_model(
             f"0, and {1 + settings.latent_channels} for inpainting.",
             "Serve the release with a newer version of Preheat.",
         )
-    sizes = served_sizes(selection.engines, buckets)
+    sizes = served_sizes(selection.engines, deployment.buckets)
     try:
         sizes.check(settings.native_width, settings.native_height)
     except RequestRefused as error:
@@ -202,8 +201,8 @@ def served_model(
         requires_masks=extra_channels > 0,
         takes_sizes=family.takes_sizes,
         max_clip_skip=_max_clip_skip(family, selection.engines),
-        safety=safety,
-        loras=tuple(loras),
+        safety=deployment.safety,
+        loras=deployment.adapters.names,
         controlnets={
             name: control_types(selection.engines[f"{CONTROLNET_TIME}.{name}"][0].signature) for name in controls
         },

@@ -14,9 +14,9 @@ import torch
 from model.child_process import FAILED_EXIT_CODE, end_with_parent
 from model.cold_start import ColdStart
 from model.denoising.loop import ImageState
+from model.deployment import Deployment
 from model.errors import PreheatError
-from model.loading.load import load_release
-from model.loading.runtimes import find_targets, runtime_cache_folder
+from model.loading.load import load_deployment
 from model.pipeline.loaded_model import LoadedModel, LoopKey
 from model.ranks.group import GroupRanks, leave
 from model.ranks.messages import AddImage, Leave, MakeLoop, RemoveImage, Start, TensorShape, put_tensors
@@ -87,17 +87,5 @@ def _follow(model: LoadedModel, ranks: GroupRanks, connection: Connection) -> No
 def _load(start: Start) -> LoadedModel:
     settings = start.settings
     options = settings.store_options(start.secrets)
-    targets = find_targets(settings.runtime)
-    loaded = load_release(
-        open_store(settings.required("store"), options),
-        settings.required("release"),
-        targets,
-        settings.buckets,
-        ColdStart(),
-        settings.public_key,
-        runtime_cache_folder(options.cache_folder, targets),
-        settings.served_precision,
-        ranks=settings.batch_ranks,
-        bands=settings.bands_per_image,
-    )
-    return loaded.model
+    store, deployment = open_store(settings.required("store"), options), Deployment.of(settings).of_follower()
+    return load_deployment(store, deployment, options.cache_folder, ColdStart()).model

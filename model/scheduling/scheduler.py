@@ -58,16 +58,27 @@ class _Call:
 
 class Scheduler:
     """Other threads may call `submit`, `call`, `when_idle`, `cancel`, `healthy`, `queued_images`, `retry_after`,
-    `abandon` and `close`."""
+    `abandon`, `wait_ready` and `close`."""
 
-    def __init__(self, runner: Runner, limits: Limits, on_device_failure: Callable[[], None]) -> None:
-        """Start the thread. `on_device_failure` is called once, when this process can no longer use the device."""
+    def __init__(
+        self,
+        runner: Runner,
+        limits: Limits,
+        on_device_failure: Callable[[], None],
+        comparison: ImageComparison | None = None,
+        prepare: Callable[[], PreviewMap] | None = None,
+    ) -> None:
+        """Start the thread. `on_device_failure` is called once, when this process can no longer use the device.
+
+        `comparison`: compares images with fp16 while there is no other work. `prepare`: the first work of the thread,
+        the warm-up. It returns the map for previews; None: there are no previews.
+        """
         self.runner = runner
         self.model = runner.model
         self.limits = limits
         self._on_device_failure = on_device_failure
         self.preview_map: PreviewMap | None = None
-        self.comparison: ImageComparison | None = None
+        self.comparison = comparison
         self._wakeup = threading.Condition()  # guards the next eight attributes
         self._idle_work: Iterator[None] | None = None
         self._idle_work_since = 0.0  # by time.monotonic(): its arrival, or its last interruption of requests
@@ -87,10 +98,19 @@ class Scheduler:
         if self.model.adapters is not None:
             self.model.adapters.on_loaded = self._wake
         self._workers = OutputWorkers(self._count_image, self._fail_from_worker, self.model.blanks_flagged)
+        self._prepared = self.call(lambda: self._prepare(prepare))
         self._thread = threading.Thread(target=self._run, name="preheat-worker", daemon=True)
         self._thread.start()
 
     # -- for any thread -----------------------------------------------------------------------------------------------
+
+    def wait_ready(self) -> None:
+        """Wait until `prepare` has ended. An error of it closes the scheduler and is raised."""
+        try:
+            self._prepared.result()
+        except BaseException:
+            self.close()
+            raise
 
     def submit(
         self,
@@ -219,6 +239,10 @@ class Scheduler:
                         self._step(key)
                 except Exception as error:
                     self._fail(self._unfinished_jobs(), error)
+
+    def _prepare(self, prepare: Callable[[], PreviewMap] | None) -> None:
+        if prepare is not None:
+            self.preview_map = prepare()
 
     def _drain_inbox(self) -> None:
         """Queue new jobs and run calls. Wait for them if there is nothing else to do, with work of `when_idle`."""

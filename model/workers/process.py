@@ -76,11 +76,11 @@ def _load(settings: Settings, secrets: Mapping[str, str], sender: Sender) -> "Sc
     gc.disable()  # garbage collection costs a tenth of the load and frees almost nothing
     try:
         preload_torch.import_torch()
-        from model.workers.load import end_failed_process, load_scheduler
+        from model.serving import end_failed_process, start_server
 
         cold_start.record("import", seconds_since_process_start())
         open_own = partial(open_store, settings.required("store"), settings.store_options(secrets))
-        loaded, scheduler = load_scheduler(settings, secrets, open_own, cold_start, end_failed_process)
+        loaded, scheduler = start_server(settings, secrets, open_own, cold_start, end_failed_process)
     except Exception as error:
         if not isinstance(error, PreheatError):
             logger.exception("A worker could not load the release.")

@@ -174,6 +174,7 @@ def cold_start(
     """Measure cold starts of the real server, from its process to its first image, by phase. The last line is JSON."""
     from benchmarks import cold_start as starts
     from engine_builder.releases.mirror import copy_release
+    from model.deployment import Deployment
     from model.loading.runtimes import find_targets
     from model.loading.select import select
     from model.settings import read_settings
@@ -211,11 +212,8 @@ def cold_start(
                 with activity(f"Copying {release} to {url}"):
                     copy_release(local, open_cli_store(url), release)
             settings = read_settings(layouts[0].config["model_metadata"]["preheat"])
-            blobs = select(
-                manifest, find_targets(settings.runtime), settings.buckets, precision=settings.served_precision,
-                with_adapters=bool(settings.loras), with_safety_checker=settings.safety != "off",
-                bands=settings.bands_per_image,
-            ).blobs()  # fmt: skip
+            deployment = Deployment.of(settings.model_copy(update={"release": release}))
+            blobs = select(manifest, find_targets(deployment.runtime), deployment).blobs()
             reading = [starts.read_row(url, settings.store_options(), blobs, runs, release, precision, steps)]
         cases = [
             starts.StartCase(f"{origin}, {path.resolve()}" if len(paths) > 1 else origin, layout, url)

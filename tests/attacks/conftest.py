@@ -26,6 +26,7 @@ from model.store.signature import PublicKey
 from model.store.store import Store
 from tests.support import object_store as ceph
 from tests.support import releases
+from tests.support.deployments import deployed
 from tests.support.object_store import ObjectStore
 from tests.support.releases import RELEASE_NAME, cpu_target
 
@@ -60,7 +61,7 @@ class AttackedRelease:
         releases.write_manifest(self.store.root, manifest)
         store = self.open_store()
         try:
-            return load_release(store, name, [cpu_target()], [], ColdStart(), self.keys)
+            return load_release(store, deployed(name, public_keys=tuple(self.keys)), [cpu_target()], ColdStart())
         finally:
             if isinstance(store, S3Store):
                 store.close()

@@ -23,6 +23,7 @@ from model.store.sink import Sink
 from model.store.store import Store
 from tests.attacks.conftest import AttackedRelease, from_bucket
 from tests.model.store.processes import finish, python
+from tests.support.deployments import deployed
 
 DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "longer": (lambda data: data + b"\0", "bytes instead of"),
@@ -166,12 +167,13 @@ from pathlib import Path
 from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.cold_start import ColdStart
+from model.deployment import Deployment
 from model.loading.load import load_release
 from model.loading.target import detect_targets
 from model.pipeline.text_to_image import generate
 from model.store.store import open_store
 
-loaded = load_release(open_store(sys.argv[1]), sys.argv[2], detect_targets(), [], ColdStart())
+loaded = load_release(open_store(sys.argv[1]), Deployment((sys.argv[2],)), detect_targets(), ColdStart())
 request = GenerationRequest(prompt="a circle", seed=1, num_inference_steps=2, width=64, height=64)
 params = resolve(request, loaded.served)
 before = generate(loaded.model, [params])[0][0].copy()
@@ -218,7 +220,7 @@ def test_uses_only_bytes_that_were_verified(toy_store: WritableStore, tmp_path: 
     copy_release(toy_store, "toy-sdxl/1", tmp_path)
 
     def generate_image(store: Store) -> bytes:
-        loaded = load_release(store, "toy-sdxl/1", detect_targets(), [], ColdStart())
+        loaded = load_release(store, deployed("toy-sdxl/1"), detect_targets(), ColdStart())
         params = resolve(GenerationRequest(prompt="a circle", seed=1, num_inference_steps=2), loaded.served)
         [pixels], _, _ = generate(loaded.model, [params])
         return bytes(pixels.tobytes())

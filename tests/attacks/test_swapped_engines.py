@@ -29,6 +29,7 @@ from model.loading.warmup import warm_up
 from model.store.manifest import Bucket, EngineRecord, Signature
 from tests.support import releases
 from tests.support.components import BASE_COMPONENTS
+from tests.support.deployments import deployed
 
 NAME = "toy-sdxl/1"
 Entries = dict[str, Any]
@@ -66,7 +67,7 @@ class Release:
 
     def load(self) -> Loaded:
         releases.write_manifest(self.store.root, self.entries, self.name)
-        return load_release(self.store, self.name, detect_targets(), [], ColdStart())
+        return load_release(self.store, deployed(self.name), detect_targets(), ColdStart())
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from model.store.manifest_json import parse_manifest
 from model.store.signature import PublicKey
 from tests.attacks.conftest import AttackedRelease
 from tests.support import releases
+from tests.support.deployments import deployed
 from tests.support.releases import RELEASE_NAME, cpu_target
 
 Entries = dict[str, Any]
@@ -97,7 +98,7 @@ def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
 
 
 def load(store: LocalStore, keys: list[PublicKey] | None = None) -> Loaded:
-    return load_release(store, RELEASE_NAME, [cpu_target()], [], ColdStart(), keys or [])
+    return load_release(store, deployed(public_keys=tuple(keys or ())), [cpu_target()], ColdStart())
 
 
 def try_to_load(store: LocalStore, keys: list[PublicKey] | None = None) -> Loaded | str:

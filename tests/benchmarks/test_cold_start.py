@@ -13,8 +13,11 @@ from typer.testing import CliRunner, Result
 from benchmarks import cold_start as starts
 from benchmarks.cold_start import MeasuredStart, StartCase
 from engine_builder.releases.mirror import copy_release
+from model.deployment import Deployment
 from model.errors import PreheatError
 from model.loading import select as selecting
+from model.settings import read_settings
+from model.store.manifest import Manifest
 from model.store.options import StoreOptions
 from model.store.store import Store
 from preheat.local_server.server import Layout
@@ -116,10 +119,10 @@ def test_command_compares_configs_and_reading_alone(
     config["model_metadata"]["preheat"] |= {"safety": "flag", "bands_per_image": 2, "gpus_per_image": 2}
     other = tmp_path / "other.yaml"
     other.write_text(yaml.safe_dump(config))
-    selected: list[dict[str, Any]] = []
+    selected: list[Deployment] = []
 
-    def select(*_: object, **options: Any) -> SimpleNamespace:
-        selected.append(options)
+    def select(manifest: Manifest, targets: object, deployment: Deployment) -> SimpleNamespace:
+        selected.append(deployment)
         return SimpleNamespace(blobs=lambda: [])
 
     monkeypatch.setattr(selecting, "select", select)
@@ -131,8 +134,8 @@ def test_command_compares_configs_and_reading_alone(
     assert request.keys() == {"prompt", "seed", "num_inference_steps"}
     assert [url for url, _ in cases] == [store.url] * 2 + ["s3://bucket"] * 2
     assert cases[1][1] == yaml.safe_load(H200.read_text())["model_metadata"]["preheat"]
-    [options] = selected
-    assert (options["with_adapters"], options["with_safety_checker"], options["bands"]) == (False, True, 2)
+    assert selected == [Deployment.of(read_settings(config["model_metadata"]["preheat"] | {"release": release}))]
+    assert (selected[0].safety, selected[0].bands) == ("flag", 2)
     rows = json.loads(result.output.splitlines()[-1])
     assert [row["case"].partition(",")[0] for row in rows] == ["cold start"] * 2 + ["reading alone"] + [
         "cold start"

@@ -7,9 +7,10 @@ import yaml
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from engine_builder.releases import signing
+from model.deployment import Deployment, ServedPrecision
 from model.errors import ConfigError
 from model.model import Model
-from model.settings import STORE_SETTINGS, Limits, ServedBucket, ServedPrecision, Settings, read_settings
+from model.settings import STORE_SETTINGS, Limits, ServedBucket, Settings, read_settings
 from model.store.manifest import Fp16Steps
 from model.store.precision import FP8
 from tests.support.repository import REPOSITORY
@@ -39,6 +40,7 @@ def test_reads_each_kind_of_value() -> None:
     keys = [str(signing.public_key(Ed25519PrivateKey.generate())) for _ in range(2)]
     settings = read_settings(
         {
+            "release": "a/1",
             "runtime": "fastest",
             "public_key": keys,
             "cache_bytes": "20GiB",
@@ -52,8 +54,8 @@ def test_reads_each_kind_of_value() -> None:
         }
     )
     assert settings.gpus_per_image == 2 and read_settings({}).gpus_per_image == 1
-    assert settings.served_precision == ServedPrecision(FP8, Fp16Steps(first=2, last=1), compares=True)
-    assert read_settings({}).served_precision == ServedPrecision()
+    assert Deployment.of(settings).precision == ServedPrecision(FP8, Fp16Steps(first=2, last=1), compares=True)
+    assert Deployment.of(read_settings({"release": "a/1"})).precision == ServedPrecision()
     assert settings.runtime == "fastest" and settings.log_prompts and settings.cache_bytes == 20 * 2**30
     assert settings.buckets == [ServedBucket(height=64, width=128, rows=2)]
     assert settings.limits == Limits(max_queue=16, deadline_seconds=float("inf"))

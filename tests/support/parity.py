@@ -21,6 +21,7 @@ from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import GenerationParams, Mask
 from model.pipeline.text_to_image import generate
 from model.store.precision import FP32
+from tests.support.deployments import deployed
 from tests.support.images import file_of, largest_difference
 from tests.support.reference import Reference
 from tests.support.uncompiled import publish_uncompiled
@@ -35,8 +36,8 @@ def publish(name: str, checkpoint: Checkpoint, target: Target, folder: Path) -> 
 
 
 def load(store: WritableStore, release: str, **options: Any) -> Loaded:
-    """Load a release on the CPU."""
-    return load_release(store, release, detect_targets(), [], ColdStart(), **options)
+    """Load a release on the CPU. `options`: of its `Deployment`."""
+    return load_release(store, deployed(release, **options), detect_targets(), ColdStart())
 
 
 def params_of(loaded: Loaded, **fields: Any) -> GenerationParams:

@@ -9,6 +9,7 @@ from engine_builder.stores.store import WritableStore
 from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.cold_start import ColdStart
+from model.deployment import Deployment
 from model.images.encode import Pixels
 from model.loading.load import Loaded, load_release
 from model.loading.target import detect_targets
@@ -26,7 +27,7 @@ def ranked(store: WritableStore, release: str, size: int, bands: int = 1) -> Ite
     settings = Settings(store=store.url, release=release, gpus_per_image=size, bands_per_image=bands)
     followers = Followers(settings, {}, gpus=0)
     try:
-        loaded = load_release(store, release, detect_targets(), [], ColdStart(), ranks=size // bands, bands=bands)
+        loaded = load_release(store, Deployment.of(settings), detect_targets(), ColdStart())
         followers.join(loaded.model)
         yield loaded, followers
     finally:

@@ -4,7 +4,7 @@ Triton imports this in the stub process of a model, with the packages of the mod
 nothing of the builder that needs diffusers.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,42 +14,25 @@ from pydantic import ValidationError
 
 from engine_builder.triton_repository.config import TritonConfigError
 from model.api.request import GenerationRequest
-from model.cold_start import ColdStart
 from model.errors import PreheatError, RequestRefused
-from model.loading.load import Loaded, load_release
-from model.loading.runtimes import find_targets, runtime_cache_folder
-from model.settings import Settings
+from model.settings import Settings, read_settings
 from model.store.local import LocalStore
 from model.validation import explain
 
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found, unused-ignore] # isort: skip
 
 
-def open_release(args: Mapping[str, str]) -> tuple[LocalStore, str]:
-    """Return a version's store, and the name of its release. args: of Triton's `initialize`."""
+def open_release(args: Mapping[str, str]) -> tuple[LocalStore, Settings]:
+    """Return a version's store, and the environment's settings with its release. args: of Triton's `initialize`.
+
+    The store has no adapters, so the settings have none.
+    """
     folder = Path(args["model_repository"]) / args["model_version"] / "store"
     store = LocalStore(folder)
     names = store.releases()
     if len(names) != 1:
         raise TritonConfigError(f"{folder} has {len(names)} releases, and a version has one.")
-    return store, names[0]
-
-
-def load(store: LocalStore, release: str, settings: Settings, components: Sequence[str] | None = None) -> Loaded:
-    """Load a release, or only some of its components. Raises what `load_release` raises."""
-    targets = find_targets(settings.runtime)
-    return load_release(
-        store,
-        release,
-        targets,
-        settings.buckets,
-        ColdStart(),
-        settings.public_key,
-        runtime_cache_folder(settings.store_options().cache_folder, targets),
-        settings.served_precision,
-        components=components,
-        safety=settings.safety,
-    )
+    return store, read_settings().model_copy(update={"release": names[0], "loras": []})
 
 
 def as_triton_error(model: str, error: Exception) -> Exception:

@@ -24,7 +24,6 @@ from engine_builder.triton_repository.loop_model import EVENT, FILE, REQUEST, lo
 from engine_builder.triton_repository.serving.answer import Answer
 from engine_builder.triton_repository.serving.backend import (
     as_triton_error,
-    load,
     log_failure,
     open_release,
     read_bytes,
@@ -36,13 +35,11 @@ from model.api.images import resolve_with_images
 from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.child_process import FAILED_EXIT_CODE
+from model.cold_start import ColdStart
 from model.errors import PreheatError, RequestRefused
-from model.loading.warmup import batch_measurement, warm_up
 from model.pipeline.params import GenerationParams
-from model.pipeline.runner import Runner
 from model.scheduling.job import GenerationResult, ImageEvent, StepEvent
-from model.scheduling.scheduler import Scheduler
-from model.settings import read_settings
+from model.serving import start_server
 
 _READERS = 2  # requests whose images are decoded at once
 
@@ -55,14 +52,12 @@ class GenerateLoop:
         self._model = args["model_name"]
         try:
             check_config(json.loads(args["model_config"]), loop_model())
-            settings = read_settings()
-            store, release = open_release(args)
-            self._loaded = load(store, release, settings)
-            self._scheduler = Scheduler(Runner(self._loaded.model), settings.limits, lambda: os._exit(FAILED_EXIT_CODE))
-            self._scheduler.preview_map = self._scheduler.call(lambda: warm_up(self._loaded)).result()
+            store, settings = open_release(args)
+            self._loaded, self._scheduler = start_server(
+                settings, {}, lambda: store, ColdStart(), lambda: os._exit(FAILED_EXIT_CODE)
+            )
         except Exception as error:
             raise as_triton_error(self._model, error) from error
-        self._scheduler.when_idle(batch_measurement(self._loaded))
         self._readers = ThreadPoolExecutor(_READERS, "preheat-read")
         self._unread = Unread(self._scheduler.limits.max_queue)
         self._watch = Watch(self._scheduler.limits.deadline_seconds)

@@ -6,6 +6,7 @@ A model takes the tensors of all merged requests at once, with the images along 
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from engine_builder.triton_repository.config import TritonConfigError, check_con
 from engine_builder.triton_repository.serving.backend import (
     as_triton_error,
     error_response,
-    load,
     log_failure,
     open_release,
     read_tensor,
@@ -30,9 +30,11 @@ from engine_builder.triton_repository.unrolled import (
 )
 from model.api.request import GenerationRequest
 from model.api.resolve import resolve
+from model.cold_start import ColdStart
+from model.deployment import Deployment
 from model.errors import RequestRefused
+from model.loading.load import load_deployment
 from model.pipeline.params import GenerationParams
-from model.settings import read_settings
 
 Tensors = dict[str, torch.Tensor]
 
@@ -48,15 +50,14 @@ class PipelineModel(ABC):
             raise as_triton_error(args["model_name"], error) from error
 
     def _open(self, name: str, config: Mapping[str, Any], args: Mapping[str, str]) -> None:
-        settings = read_settings()
+        store, settings = open_release(args)
         if settings.safety != "off":
             raise TritonConfigError(
                 f"PREHEAT_SAFETY is {settings.safety}, and the unrolled pipeline has no safety checker.",
                 "Use the loop (`preheat export-triton --loop`), or set PREHEAT_SAFETY=off.",
             )
         self.name = name
-        store, release = open_release(args)
-        self.manifest = store.read_release(release)
+        self.manifest = store.read_release(settings.release)
         try:
             steps = int(config["parameters"]["steps"]["string_value"])
         except (KeyError, ValueError) as error:
@@ -64,7 +65,9 @@ class PipelineModel(ABC):
         expected = unrolled_models(self.manifest, steps)[name]
         check_config(config, expected)
         self.inputs, self.texts = expected.inputs, texts_of(self.manifest)
-        loaded = load(store, release, settings, components_of_model(name, self.manifest))
+        components = frozenset(components_of_model(name, self.manifest))
+        deployment = replace(Deployment.of(settings), components=components)
+        loaded = load_deployment(store, deployment, settings.store_options().cache_folder, ColdStart())
         self.model, self.served = loaded.model, loaded.served
         self.height, self.width = self.served.native_height, self.served.native_width
         self.steps = steps

@@ -57,6 +57,7 @@ from tests.engine_builder.helpers import (
     install_metadata,
     perturb,
 )
+from tests.support.deployments import deployed
 from tests.support.reference import Reference
 from tests.support.repository import MODEL_FOLDER, REPOSITORY
 from tests.support.uncompiled import builds_without_compiling
@@ -118,7 +119,7 @@ def test_second_model_of_an_architecture_compiles_nothing(
     publish(store_copy, "other")
     images = []
     for release in ("toy-sdxl/1", "other/1"):
-        loaded = load_release(store_copy, release, detect_targets(), [], ColdStart())
+        loaded = load_release(store_copy, deployed(release), detect_targets(), ColdStart())
         params, image = generate_one(loaded, prompt="a circle", negative_prompt="a line", seed=3, num_inference_steps=6)
         images.append(image)
     assert np.abs(images[0].astype(int) - images[1].astype(int)).max() > 20
@@ -473,7 +474,7 @@ def test_builds_and_serves_a_vae_of_another_precision(store_copy: WritableStore,
     manifest, _ = publish(store_copy, "toy-sdxl")
     assert manifest.name == "toy-sdxl/2" and len(manifest.engines) == len(toy_plan.components)
 
-    mixed, plain = (load_release(store_copy, f"toy-sdxl/{v}", detect_targets(), [], ColdStart()) for v in (2, 1))
+    mixed, plain = (load_release(store_copy, deployed(f"toy-sdxl/{v}"), detect_targets(), ColdStart()) for v in (2, 1))
     assert mixed.model.engines["vae_decoder"].signature.inputs[0].dtype == "bfloat16"
     assert mixed.model.engines["unet"].signature.inputs[0].dtype == "float32"
     images = [

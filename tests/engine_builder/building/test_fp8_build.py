@@ -30,6 +30,7 @@ from engine_builder.stores.store import WritableStore, open_writable_store
 from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.cold_start import ColdStart
+from model.deployment import ServedPrecision
 from model.engines.engine import EngineSet
 from model.errors import ConfigError, NoEngineForTarget
 from model.images.distance import psnr
@@ -39,12 +40,12 @@ from model.loading.target import detect_targets
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.text_to_image import generate
 from model.scheduling.comparison import ImageComparison
-from model.settings import ServedPrecision
 from model.store.manifest import EngineRecord, Fp16Steps, Manifest
 from model.store.manifest_json import parse_constants
 from model.store.precision import FP8, FP16, FP32, INT8, Precision
 from preheat.commands.build_report import _vae_remark
 from tests.engine_builder.helpers import edit_json, folder_of
+from tests.support.deployments import deployed
 from tests.support.quantization import run
 
 pytestmark = pytest.mark.usefixtures("quick_builds")
@@ -134,7 +135,7 @@ def write_release(store: WritableStore, drafts: list[Manifest], version: str) ->
 
 
 def load(store: WritableStore, version: str, served: ServedPrecision) -> Loaded:
-    return load_release(store, f"toy-sdxl/{version}", detect_targets(), [], ColdStart(), precision=served)
+    return load_release(store, deployed(f"toy-sdxl/{version}", precision=served), detect_targets(), ColdStart())
 
 
 def picture(loaded: Loaded, model: LoadedModel | None = None) -> NDArray[np.int64]:
@@ -201,7 +202,7 @@ def test_refuses_a_precision_that_the_release_lacks(built: tuple[WritableStore, 
          r"release toy-sdxl/mixed is served in fp32\..*`compare_every`"),
     ):  # fmt: skip
         with pytest.raises(error, match=words):
-            select(manifest, detect_targets(), [], precision=served)
+            select(manifest, detect_targets(), deployed(precision=served))
     for steps in (None, Fp16Steps()):
         check_fp16_steps(mixed.model_copy(update={"fp16_steps": steps}))
     with pytest.raises(MissingFp16Engines, match=r"an engine of unet for cpu-.* exists only in fp8.*--precision fp16"):
@@ -263,7 +264,7 @@ def test_pictures_with_fp16_steps_are_nearer_to_fp16(with_fp16: WritableStore) -
         for first in (0, 5, 6)
     ]
     assert errors[2] == 0 < errors[1] < errors[0] / 2
-    selection = select(with_fp16.read_release("toy-sdxl/steps"), detect_targets(), [])
+    selection = select(with_fp16.read_release("toy-sdxl/steps"), detect_targets(), deployed())
     assert selection.fp16_steps is None, "they are ignored unless the UNet is 8-bit"
     assert {engine.precision for engine in selection.engines["unet"]} == {FP16}
 

@@ -31,6 +31,7 @@ from model.pipeline.text_to_image import generate
 from model.store.precision import FP32
 from tests.engine_builder.helpers import edit_json
 from tests.support import toy_sdxl
+from tests.support.deployments import deployed
 from tests.support.images import largest_difference
 from tests.support.reference import Reference
 from tests.support.repository import MODEL_FOLDER
@@ -109,7 +110,7 @@ def test_builds_loads_and_refuses_requests_without_masks(
     # Servers of before refuse it by that number.
     assert [engine.required_schema for engine in manifest.engines if engine.component == "unet"] == [3]
     assert manifest.schema_version >= 3
-    loaded = load_release(store, manifest.name, detect_targets(), [], ColdStart())
+    loaded = load_release(store, deployed(manifest.name), detect_targets(), ColdStart())
     warm_up(loaded)
     request = params(box(10, 10, 41, 50, 0.8))
     [image], [expected] = (generate(one, [request])[0] for one in (loaded.model, model))
@@ -125,7 +126,7 @@ def test_builds_loads_and_refuses_requests_without_masks(
             engine["signature"]["inputs"][0]["shape"][1] = 7
     record.write_text(json.dumps(entries))
     with pytest.raises(ManifestError, match="takes 3 channels after the latents. This server knows 0, and 5"):
-        load_release(store, manifest.name, detect_targets(), [], ColdStart())
+        load_release(store, deployed(manifest.name), detect_targets(), ColdStart())
 
 
 def test_refuses_a_refiner_for_inpainting(folder: Path, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from model.pipeline.spec import UNET
 from model.pipeline.text_to_image import generate
 from model.store.precision import FP32
 from preheat.main import app
+from tests.support.deployments import deployed
 
 pytestmark = pytest.mark.usefixtures("uncompiled_builds")
 
@@ -41,7 +42,7 @@ def test_static_engines_read_prompts_of_any_length(
     assert build(plan, store).draft.engines
     publish(store, "long")
     long, any_length = (
-        load_release(store, name, detect_targets(), [], ColdStart()) for name in ("long/1", "toy-sdxl/1")
+        load_release(store, deployed(name), detect_targets(), ColdStart()) for name in ("long/1", "toy-sdxl/1")
     )
     assert long.model.max_text_chunks == any_length.model.max_text_chunks == 4
     assert [spec.shape[1] for spec in long.model.engines[UNET].signature.inputs if spec.name == "keys_values"] == [308]

@@ -18,11 +18,13 @@ from engine_builder.networks.network import load_network, public_name
 from engine_builder.quantization.policy import DEFAULTS, BadPolicy, Policy
 from engine_builder.quantization.quantization_plan import Quantization
 from engine_builder.quantization.quantize import quantize_network
+from model.deployment import ServedAdapters
 from model.errors import AdapterError
 from model.loading.adapters import read_adapters
 from model.store.precision import FP8, FP16, FP32, INT8
 from model.weights.int8 import quantize
 from tests.support import releases
+from tests.support.deployments import deployed
 from tests.support.quantization import decibels, observed, ranges_of, run, unet_inputs
 
 SMOOTHED = Policy(smoothing=0.8)
@@ -143,5 +145,5 @@ def test_adapters_are_refused() -> None:
         for precision in (INT8, FP16)
     )
     with pytest.raises(AdapterError, match="not merged into weights in int8"):
-        read_adapters(store, ["style"], [], int8)
-    assert read_adapters(store, [], [], int8) == read_adapters(store, [], [], fp16) == []
+        read_adapters(store, deployed(adapters=ServedAdapters(("style",))), int8)
+    assert read_adapters(store, deployed(), int8) == read_adapters(store, deployed(), fp16) == []

@@ -26,6 +26,7 @@ from model.store.precision import BF16, FP8, INT8, Precision
 from model.store.signature import check_signature
 from tests.engine_builder.helpers import folder_of
 from tests.support import releases
+from tests.support.deployments import deployed
 from tests.support.quantization import GPU, prompt_result, run, write_draft, write_fp8_draft
 from tests.support.quantization import report_of as report_of_prompts
 
@@ -319,7 +320,7 @@ def test_validation_is_copied_verified_and_not_served(validated: WritableLocalSt
     assert blobs.keys() <= manifest.blobs().keys()
     precision = manifest.weights[0].precision
     engines = tuple(engine.model_copy(update={"precision": precision}) for engine in manifest.engines)
-    selection = select(manifest.model_copy(update={"engines": engines}), [GPU], ())
+    selection = select(manifest.model_copy(update={"engines": engines}), [GPU], deployed())
     assert not blobs.keys() & {blob.sha256 for blob in selection.blobs()}
 
 

@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from preheat.local_server import triton_client as client
 from preheat.local_server.client import CallFailed
 from preheat.local_server.triton_client import Protocol
 from preheat.main import app
+from tests.support.deployments import deployed
 from tests.support.triton_server import TritonServer, export, require_triton_client
 
 STEPS = 4
@@ -46,8 +48,12 @@ def repository(store: WritableStore, release: str, tmp_path_factory: pytest.Temp
 
 @pytest.fixture(scope="module")
 def triton(installed: Path, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    with TritonServer(installed, repository, tmp_path_factory.mktemp("server")) as server:
+    """A server that ignores adapters of the environment: the model's store has none."""
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        patch.setenv("PREHEAT_LORAS", "style")
+        server = stack.enter_context(TritonServer(installed, repository, tmp_path_factory.mktemp("server")))
         assert server.load(GENERATE_LOOP) == ""
+        patch.undo()
         yield server
 
 
@@ -88,7 +94,7 @@ def test_images_are_those_of_the_truss_server(triton: TritonServer, loaded: Load
 @pytest.mark.full
 def test_sd_images_are_those_of_the_truss_server(installed: Path, sd_store: WritableStore, tmp_path: Path) -> None:
     repository = export(sd_store.url, ["toy-sd/1"], tmp_path / "repository", "--loop")
-    loaded = load_release(sd_store, "toy-sd/1", detect_targets(), [], ColdStart())
+    loaded = load_release(sd_store, deployed("toy-sd/1"), detect_targets(), ColdStart())
     with TritonServer(installed, repository, tmp_path) as server:
         assert server.load(GENERATE_LOOP) == ""
         compare_ten_images(server, loaded)

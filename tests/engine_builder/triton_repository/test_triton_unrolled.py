@@ -27,6 +27,7 @@ from model.pipeline.text_to_image import generate
 from preheat.local_server.client import CallFailed
 from preheat.local_server.triton_client import Protocol, generate_pixels
 from preheat.main import app
+from tests.support.deployments import deployed
 from tests.support.triton_server import TritonServer, export
 
 STEPS = 4
@@ -171,7 +172,7 @@ def test_images_with_controls_are_those_of_the_truss_server(
 ) -> None:
     """Alone, and merged with images of other ControlNets and without one."""
     repository = export(compiled_control_store.url, ["control/1"], tmp_path / "repository", f"--steps={STEPS}")
-    loaded = load_release(compiled_control_store, "control/1", detect_targets(), [], ColdStart())
+    loaded = load_release(compiled_control_store, deployed("control/1"), detect_targets(), ColdStart())
     side = loaded.served.native_height
     requests = [*(with_controls(number, side) for number in range(3)), request(0)]
     with TritonServer(installed, repository, tmp_path) as server:
@@ -216,7 +217,7 @@ def test_sd_images_are_those_of_the_truss_server(installed: Path, sd_store: Writ
     defaults = manifest.defaults | {"scheduler": "Euler a"}
     sd_store.write_release(manifest.model_copy(update={"version": "3", "defaults": defaults}))
     repository = export(sd_store.url, ["toy-sd/3"], tmp_path / "repository", f"--steps={STEPS}")
-    loaded = load_release(sd_store, "toy-sd/3", detect_targets(), [], ColdStart())
+    loaded = load_release(sd_store, deployed("toy-sd/3"), detect_targets(), ColdStart())
     with TritonServer(installed, repository, tmp_path) as server:
         assert server.load(PIPELINE) == ""
         size = loaded.served.native_height, loaded.served.native_width

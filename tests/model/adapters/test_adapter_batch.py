@@ -18,7 +18,7 @@ from engine_builder.stores.store import WritableStore
 from model.adapters.merge import Factors
 from model.adapters.packing import make_packing, pack
 from model.cold_start import ColdStart
-from model.loading.adapters import ServedAdapters
+from model.deployment import ServedAdapters
 from model.loading.load import Loaded, load_release
 from model.loading.target import detect_targets
 from model.loading.warmup import warm_up
@@ -30,6 +30,7 @@ from model.pipeline.text_to_image import generate
 from model.scheduling.scheduler import Scheduler
 from model.settings import Limits
 from tests.support.adapters import PACKABLE, module_shapes, random_deltas, write_adapter
+from tests.support.deployments import deployed
 from tests.support.images import largest_difference, pixels
 from tests.support.linear_networks import PLAIN
 from tests.support.reference import Reference
@@ -63,9 +64,8 @@ def files(toy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping
 def adapted(lora_store: WritableStore, files: Mapping[str, Path]) -> Loaded:
     for name, path in files.items():
         add_adapter(lora_store, name, path)
-    return load_release(
-        lora_store, "toy-lora/1", detect_targets(), [], ColdStart(), adapters=ServedAdapters(tuple(files))
-    )
+    deployment = deployed("toy-lora/1", adapters=ServedAdapters(tuple(files)))
+    return load_release(lora_store, deployment, detect_targets(), ColdStart())
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +165,7 @@ def test_offline_merge_gives_the_same_image(
     result = build(replace(toy_plan, model="toy-merged", merge=merge), lora_store)
     assert result.compiled == ()
     publish(lora_store, "toy-merged")
-    merged = load_release(lora_store, "toy-merged/1", detect_targets(), [], ColdStart())
+    merged = load_release(lora_store, deployed("toy-merged/1"), detect_targets(), ColdStart())
     [expected] = generate(adapted.model, [params(("four", 1.0), ("nine", -0.5))])[0]
     [image] = generate(merged.model, [params()])[0]
     assert largest_difference(image, expected) <= TOLERANCE

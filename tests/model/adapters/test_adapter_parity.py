@@ -14,9 +14,9 @@ import torch._inductor.metrics
 from engine_builder.adapters.add import add_adapter
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.cold_start import ColdStart
+from model.deployment import ServedAdapters
 from model.errors import AdapterError
 from model.images.encode import Pixels
-from model.loading.adapters import ServedAdapters
 from model.loading.load import Loaded, load_release
 from model.loading.target import detect_targets
 from model.pipeline.params import GenerationParams
@@ -31,6 +31,7 @@ from tests.support.adapters import (
     random_deltas,
     write_adapter,
 )
+from tests.support.deployments import deployed
 from tests.support.images import largest_difference
 from tests.support.linear_networks import PLAIN
 from tests.support.reference import Reference
@@ -60,7 +61,7 @@ def adapted(
     own = open_writable_store(copy_store(store, tmp_path_factory.mktemp("store") / "store"))
     for name, path in files.items():
         add_adapter(own, name, path)
-    return load_release(own, release, detect_targets(), [], ColdStart(), adapters=ServedAdapters(tuple(files)))
+    return load_release(own, deployed(release, adapters=ServedAdapters(tuple(files))), detect_targets(), ColdStart())
 
 
 @pytest.fixture(scope="module")
@@ -145,4 +146,4 @@ def test_adapter_of_another_model_is_refused_at_load(
         own.put(other.get(blob.sha256, blob.bytes))
     own.write_adapter(record)
     with pytest.raises(AdapterError, match="Adapter style does not fit release toy-sdxl/1: it changes .* Remove it"):
-        load_release(own, "toy-sdxl/1", detect_targets(), [], ColdStart(), adapters=ServedAdapters(("style",)))
+        load_release(own, deployed("toy-sdxl/1", adapters=ServedAdapters(("style",))), detect_targets(), ColdStart())

@@ -21,6 +21,7 @@ from model.loading.target import Target
 from model.pipeline.components import COMPONENTS
 from model.store.manifest import Blob, Bucket, EngineRecord, Manifest, Signature, Span, TensorRTPlan, TensorSpec
 from tests.support import releases
+from tests.support.deployments import deployed
 from tests.support.fake_tensorrt import (
     RTX_VERSION,
     VERSION,
@@ -201,7 +202,7 @@ def holder_release(plan_release: Manifest) -> Manifest:
 
 def load(store: WritableLocalStore, manifest: Manifest, caches: RuntimeCacheFolder | None = None) -> Loaded:
     store.write_release(manifest)
-    return load_release(store, manifest.name, [CPU_TARGET], [], ColdStart(), caches=caches)
+    return load_release(store, deployed(manifest.name), [CPU_TARGET], ColdStart(), caches=caches)
 
 
 def test_loads_plans_and_refits_them_from_the_weights(
@@ -216,12 +217,12 @@ def test_loads_plans_that_hold_weights_without_other_weights(
     store: WritableLocalStore, holder_release: Manifest, rtx: Fake
 ) -> None:
     weights = {blob.sha256 for record in holder_release.weights for blob in record.blobs}
-    selection = select(holder_release, [CPU_TARGET], [])
+    selection = select(holder_release, [CPU_TARGET], deployed())
     assert selection.weight_blobs() == [] and not weights & {blob.sha256 for blob in selection.blobs()}
     store.write_release(holder_release)
     for digest in weights:
         (store.root / "blobs" / "sha256" / digest).unlink()
-    loaded = load_release(store, holder_release.name, [CPU_TARGET], [], ColdStart())
+    loaded = load_release(store, deployed(holder_release.name), [CPU_TARGET], ColdStart())
     blobs = {blob.sha256: blob.bytes for record in holder_release.weights for blob in record.blobs}
     assert loaded.runtime == "tensorrt-rtx" and loaded.weight_bytes == sum(blobs.values())
     assert len(rtx.calls_of("deserialize")) == len(holder_release.components)
@@ -235,7 +236,7 @@ def caches(tmp_path: Path) -> RuntimeCacheFolder:
 
 def start(store: WritableLocalStore, manifest: Manifest, caches: RuntimeCacheFolder) -> None:
     """Load the release and keep the kernels that it compiled, as a server does."""
-    plans = load_release(store, manifest.name, [CPU_TARGET], [], ColdStart(), caches=caches).plans
+    plans = load_release(store, deployed(manifest.name), [CPU_TARGET], ColdStart(), caches=caches).plans
     assert plans is not None
     plans.keep_compiled_kernels()
 
@@ -272,7 +273,7 @@ def test_refuses_weights_that_a_plan_was_not_built_with(
 
 
 def test_fetches_the_literals_of_plans(store: WritableLocalStore, plan_release: Manifest) -> None:
-    fetched = {blob.sha256 for blob in select(plan_release, [CPU_TARGET], []).blobs()}
+    fetched = {blob.sha256 for blob in select(plan_release, [CPU_TARGET], deployed()).blobs()}
     for engine in plan_release.engines:
         assert engine.tensorrt is not None and engine.tensorrt.literals.sha256 in fetched
         assert engine.tensorrt.onnx.sha256 not in fetched, "a server does not use the graph"

@@ -15,6 +15,7 @@ from model.settings import ServedBucket
 from model.store.store import Store
 from tests.support import releases
 from tests.support.components import BASE_COMPONENTS
+from tests.support.deployments import deployed
 from tests.support.releases import RELEASE_NAME, cpu_target
 
 Entries = dict[str, Any]
@@ -32,7 +33,7 @@ def load(
     targets: list[Target] | None = None,
     buckets: list[ServedBucket] | None = None,
 ) -> Loaded:
-    return load_release(store, name, targets or [cpu_target()], buckets or [], ColdStart())
+    return load_release(store, deployed(name, buckets=tuple(buckets or ())), targets or [cpu_target()], ColdStart())
 
 
 def refusal(kind: type[PreheatError], store: Store, **options: Any) -> str:

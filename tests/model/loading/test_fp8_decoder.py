@@ -10,11 +10,12 @@ from engine_builder.quantization.validation.thresholds import Thresholds
 from engine_builder.releases.publish import merge_drafts
 from engine_builder.releases.validation_gate import require_validation
 from engine_builder.stores.local import WritableLocalStore
+from model.deployment import ServedPrecision
 from model.loading.select import select
-from model.settings import ServedPrecision
 from model.store.manifest import Manifest, Signature
 from model.store.precision import BF16, FP8, FP16, FP32, Dtype, Precision
 from tests.support import releases
+from tests.support.deployments import deployed
 from tests.support.quantization import GPU, report_of
 
 
@@ -68,7 +69,7 @@ def test_decoder_has_the_precision_of_the_unet(
     served: ServedPrecision, decoders: list[str], vae: Precision, tmp_path: Path
 ) -> None:
     """A comparison decodes as a deployment in fp16 does."""
-    selection = select(release(tmp_path, vae), [GPU], [], precision=served)
+    selection = select(release(tmp_path, vae), [GPU], deployed(precision=served))
     expected = [{"fp8": FP8, "fp16's": vae}[name] for name in decoders]
     assert [engine.precision for engine in selection.engines["vae_decoder"]] == expected
 

@@ -51,13 +51,14 @@ from tests.model.loading.helpers import (
 )
 from tests.support import releases
 from tests.support.components import BASE_COMPONENTS, REFINER_COMPONENTS, UNET_VARIANTS
+from tests.support.deployments import deployed
 from tests.support.releases import RELEASE_NAME, Toy, cpu_target, put_blob
 
 
 def test_serves_a_release(valid_store: WritableLocalStore) -> None:
     cold_start = ColdStart()
     unknown = replace(cpu_target(), product="x86_64_v9")  # a better CPU, for which the release has no engines
-    loaded = load_release(valid_store, RELEASE_NAME, [unknown, cpu_target()], [], cold_start)
+    loaded = load_release(valid_store, deployed(RELEASE_NAME), [unknown, cpu_target()], cold_start)
     assert (loaded.release, loaded.target, loaded.runtime) == (RELEASE_NAME, cpu_target().key, "aot_inductor")
     assert loaded.served.sizes == SizeRange(64, 512, 8) and not loaded.served.has_refiner
     assert loaded.served.defaults.num_inference_steps == 4
@@ -80,7 +81,7 @@ def test_refiner_shares_equal_weights(store: WritableLocalStore) -> None:
     store.write_release(manifest.model_copy(update={"version": "2"}))
     store.write_release(manifest.model_copy(update={"version": "3", "weights": shared_weights}))
     for name, expected in (("toy/2", {}), ("toy/3", {"refiner_text_encoder_2": "text_encoder_2"})):
-        selection = select(store.read_release(name), [cpu_target()], [])
+        selection = select(store.read_release(name), [cpu_target()], deployed())
         assert selection.shared == expected
         assert selection.engines.keys() == selection.weights.keys()
         assert selection.engines.keys() == {*BASE_COMPONENTS, *REFINER_COMPONENTS} - expected.keys()
@@ -329,7 +330,7 @@ def weight_bytes(manifest: Manifest) -> int:
 
 def test_refuses_weights_beyond_the_memory_of_a_gpu(empty_store: WritableLocalStore) -> None:
     manifest = empty_store.read_release(RELEASE_NAME)
-    selection = select(manifest, [cpu_target()], [])
+    selection = select(manifest, [cpu_target()], deployed())
     check_memory(GPU, selection, free=weight_bytes(manifest))
     with pytest.raises(OutOfDeviceMemory, match="use a GPU with more memory"):
         check_memory(GPU, selection, free=weight_bytes(manifest) - 1)
@@ -384,7 +385,7 @@ def test_counts_the_buffers_of_all_loops(tmp_path: Path) -> None:
     assert 1.5 * buffers < loop_bytes({"unet": unets}, ranks=2) <= 2 * buffers
     engines = tuple(engine.model_copy(update={"target": target.key}) for engine in (*others, *unets))
     manifest = draft.model_copy(update={"engines": engines})
-    selection = select(manifest, [target], [])
+    selection = select(manifest, [target], deployed())
     check_memory(GPU, selection, free=weight_bytes(manifest) + buffers)
     with pytest.raises(OutOfDeviceMemory, match="Configure smaller batches .* or fewer sizes"):
         check_memory(GPU, selection, free=weight_bytes(manifest) + buffers - 1)

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,25 +16,26 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from engine_builder.releases import signing
 from engine_builder.stores.local import WritableLocalStore
 from model.cold_start import ColdStart
+from model.deployment import Deployment
 from model.engines.tensorrt.libraries import TENSORRT_RTX
 from model.errors import ConfigError, StoreError
 from model.loading.load import load_release
 from model.loading.prefetch import Prefetch
 from model.loading.select import select
-from model.loading.select import select as select_engines
 from model.settings import ServedBucket, read_settings
 from model.store.local import LocalStore
 from model.store.manifest import Blob, Fp16Steps, Manifest, TensorRTPlan
 from model.store.precision import FP8, FP16, INT8, Precision
-from model.store.sink import Sink
 from tests.conftest import Opener
 from tests.model.store.processes import python
 from tests.support import object_store as ceph
 from tests.support import releases
 from tests.support.cached_blobs import file_names
+from tests.support.deployments import deployed
 from tests.support.fake_tensorrt import RTX_VERSION, install_distribution
 from tests.support.faulty_proxy import FaultyProxy, RecordedRequest
 from tests.support.processes import children_that_run
+from tests.support.recording_store import RecordingStore
 from tests.support.releases import RELEASE_NAME, cpu_target
 from tests.support.waiting import eventually
 
@@ -44,32 +45,6 @@ def store(tmp_path: Path) -> WritableLocalStore:
     store = WritableLocalStore(tmp_path / "store")
     store.write_release(releases.draft_release(store, releases.compiled_toy()))
     return store
-
-
-class RecordingStore(LocalStore):
-    """Records the digests of the blobs that it fetches, and of those that it reads."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        self.fetched: set[str] = set()
-        self.blobs_read: set[str] = set()
-
-    def fetch(self, blobs: Iterable[Blob]) -> None:
-        blobs = list(blobs)
-        self.fetched |= {blob.sha256 for blob in blobs}
-        super().fetch(blobs)
-
-    def get(self, digest: str, size: int) -> Path:
-        self.blobs_read.add(digest)
-        return super().get(digest, size)
-
-    def read(self, digest: str, into: memoryview) -> None:
-        self.blobs_read.add(digest)
-        super().read(digest, into)
-
-    def stream(self, digest: str, size: int, sink: Sink) -> None:
-        self.blobs_read.add(digest)
-        super().stream(digest, size, sink)
 
 
 def run_prefetch(store: LocalStore, **settings: Any) -> Prefetch:
@@ -95,14 +70,16 @@ def add_unused_records(manifest: Manifest) -> Manifest:
     return manifest.model_copy(update={"engines": tuple(engines), "weights": tuple(weights)})
 
 
-@pytest.mark.parametrize("buckets", [[], [ServedBucket(height=64, width=64, rows=2)]])
-def test_selects_exactly_the_blobs_that_a_load_reads(store: WritableLocalStore, buckets: list[ServedBucket]) -> None:
-    manifest = add_unused_records(store.read_release(RELEASE_NAME))
+@pytest.mark.parametrize("buckets", [(), (ServedBucket(height=64, width=64, rows=2),)])
+def test_selects_exactly_the_blobs_that_a_load_reads(
+    store: WritableLocalStore, buckets: tuple[ServedBucket, ...]
+) -> None:
+    manifest, deployment = add_unused_records(store.read_release(RELEASE_NAME)), deployed(buckets=buckets)
     recording = RecordingStore(store.root)
     releases.write_manifest(store.root, json.loads(manifest.to_json()))
-    load_release(recording, RELEASE_NAME, [cpu_target()], buckets, ColdStart())
+    load_release(recording, deployment, [cpu_target()], ColdStart())
     unknown = replace(cpu_target(), product="x86_64_v9")
-    selection = select(manifest, [unknown, cpu_target()], buckets)
+    selection = select(manifest, [unknown, cpu_target()], deployment)
     assert {blob.sha256 for blob in selection.blobs()} == recording.blobs_read
     sizes = [blob.bytes for blob in selection.blobs()]
     assert sizes == sorted(sizes, reverse=True)
@@ -113,7 +90,7 @@ def test_fetches_all_blobs_and_reads_none(store: WritableLocalStore) -> None:
     opened = run_prefetch(recording).store()
     assert opened is recording
     assert recording.fetched == store.read_release(RELEASE_NAME).blobs().keys() and not recording.blobs_read
-    assert load_release(opened, RELEASE_NAME, [cpu_target()], [], ColdStart()).release == RELEASE_NAME
+    assert load_release(opened, deployed(RELEASE_NAME), [cpu_target()], ColdStart()).release == RELEASE_NAME
 
 
 def test_fetches_no_weights_for_a_plan_that_holds_them(
@@ -240,8 +217,8 @@ def gate(proxy: FaultyProxy) -> Iterator[Gate]:
 
 
 def load(prefetch: Prefetch, settings: dict[str, Any]) -> str:
-    keys = read_settings(settings).public_key
-    return load_release(prefetch.store(), RELEASE_NAME, [cpu_target()], [], ColdStart(), keys).release
+    deployment = Deployment.of(read_settings(settings))
+    return load_release(prefetch.store(), deployment, [cpu_target()], ColdStart()).release
 
 
 def prefetch_processes(parent: int | None = None) -> list[psutil.Process]:
@@ -293,8 +270,8 @@ def test_precision_reaches_the_process(
     store.write_release(manifest.model_copy(update=changes))
     configured = configured | {"precision": "fp8"}
     start(release="toy/2", **configured).wait()
-    served = read_settings(configured).served_precision
-    selection = select_engines(store.read_release("toy/2"), [cpu_target()], [], precision=served)
+    deployment = Deployment.of(read_settings(configured | {"release": "toy/2"}))
+    selection = select(store.read_release("toy/2"), [cpu_target()], deployment)
     assert {engine.precision for engine in selection.engines["unet"]} == precisions
     assert file_names(cache) == {blob.sha256 for blob in selection.blobs()} and not file_names(cache, "partial")
 
@@ -366,7 +343,7 @@ def test_process_leaves_errors_to_the_load(
     prefetch.wait()
     for _ in range(2):
         with pytest.raises(StoreError, match="cache_bytes"):
-            load_release(prefetch.store(), RELEASE_NAME, [cpu_target()], [], ColdStart())
+            load_release(prefetch.store(), deployed(RELEASE_NAME), [cpu_target()], ColdStart())
     assert not caplog.records and capfd.readouterr().err == ""
 
 

@@ -21,10 +21,10 @@ from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.denoising.graph_loop import GraphLoop
 from model.denoising.sampler_specs import SAMPLERS
+from model.deployment import ServedAdapters
 from model.engines.engine import EngineSet
 from model.errors import RequestRefused
 from model.images.canny import canny
-from model.loading.adapters import ServedAdapters
 from model.loading.load import Loaded
 from model.loading.select import select
 from model.loading.served import ServedModel, SizeList, served_model
@@ -38,6 +38,7 @@ from model.settings import ServedBucket
 from model.store.manifest import Bucket, Manifest, Span
 from tests.support import ip_adapters, parity
 from tests.support.adapters import PACKABLE, copy_store, module_shapes, random_deltas, write_adapter
+from tests.support.deployments import deployed
 from tests.support.images import file_of, largest_difference, pixels
 from tests.support.in_process import serve_in_process
 from tests.support.parity import TOLERANCE, box, check_images, image_of, load, params_of, picture, request_of
@@ -357,8 +358,8 @@ def fewer_sizes(store: WritableStore) -> Manifest:
 
 
 def served_with(manifest: Manifest, *sides: int) -> ServedModel:
-    buckets = [ServedBucket(height=side, width=side, rows=2) for side in sides]
-    return served_model(select(manifest, detect_targets(), buckets), buckets)
+    deployment = deployed(buckets=tuple(ServedBucket(height=side, width=side, rows=2) for side in sides))
+    return served_model(select(manifest, detect_targets(), deployment), deployment)
 
 
 def limited(engines: EngineSet) -> EngineSet:

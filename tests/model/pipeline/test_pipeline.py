@@ -23,6 +23,7 @@ from model.pipeline.params import REPAINTED_LEVEL, Mask
 from model.pipeline.runner import Runner
 from model.pipeline.text_to_image import generate
 from model.store.manifest import Bucket, Span
+from tests.support.deployments import deployed
 from tests.support.images import largest_difference
 from tests.support.linear_networks import PLAIN, linear_model, stub
 from tests.support.parity import image_of
@@ -220,7 +221,7 @@ def test_names_the_broken_image_and_goes_on(model: LoadedModel) -> None:
 def test_compiled_engines_pass_nan_and_infinity_on(
     component: str, tensor: str, poison: float, store: WritableStore, loaded: Loaded
 ) -> None:
-    selection = select(store.read_release(loaded.release), detect_targets(), [])
+    selection = select(store.read_release(loaded.release), detect_targets(), deployed())
     [record], [weights_record] = selection.engines[component], selection.weights[component]
     package, constants = (store.get(blob.sha256, blob.bytes).read_bytes() for blob in (record.blob, record.constants))
     weights: dict[str, torch.Tensor] = {}

@@ -24,9 +24,9 @@ from engine_builder.networks.network import load_network
 from engine_builder.networks.network_check import check_model
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.denoising.sampler_specs import SAMPLERS
+from model.deployment import ServedAdapters
 from model.errors import RequestRefused
 from model.images.postprocess import feather
-from model.loading.adapters import ServedAdapters
 from model.loading.load import Loaded
 from model.loading.target import Target
 from model.pipeline import spec

@@ -16,7 +16,7 @@ from model.pipeline import spec
 from model.pipeline.components import COMPONENTS
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import Mask
-from model.pipeline.preview import fit_preview_map
+from model.pipeline.preview import PreviewMap, fit_preview_map
 from model.pipeline.runner import Runner
 from model.pipeline.text_to_image import generate, run_stages
 from model.scheduling.scheduler import Scheduler
@@ -62,10 +62,18 @@ MIX = [
 
 
 @contextmanager
-def checked_scheduler(model: LoadedModel, streams: Streams) -> Iterator[Scheduler]:
-    """A scheduler whose thread is checked for races."""
-    scheduler, watch = Scheduler(Runner(model), Limits(), lambda: None), ExitStack()
-    scheduler.call(lambda: watch.enter_context(streams.checking())).result(TIMEOUT_SECONDS)
+def checked_scheduler(model: LoadedModel, streams: Streams, previews: bool = False) -> Iterator[Scheduler]:
+    """A scheduler whose thread is checked for races. `previews`: of images of 96x64 pixels."""
+    watch = ExitStack()
+
+    def fit() -> PreviewMap:
+        watch.enter_context(streams.checking())
+        return fit_preview_map(model, 64, 96)
+
+    scheduler = Scheduler(Runner(model), Limits(), lambda: None, prepare=fit if previews else None)
+    if not previews:
+        scheduler.call(lambda: watch.enter_context(streams.checking())).result(TIMEOUT_SECONDS)
+    scheduler.wait_ready()
     yield scheduler
     scheduler.call(watch.close).result(TIMEOUT_SECONDS)
     scheduler.close()
@@ -74,8 +82,7 @@ def checked_scheduler(model: LoadedModel, streams: Streams) -> Iterator[Schedule
 def test_scheduled_images_are_correct_and_free_of_races(
     model: LoadedModel, graph_unet: EngineSet, streams: Streams
 ) -> None:
-    with checked_scheduler(model, streams) as scheduler:
-        scheduler.preview_map = scheduler.call(lambda: fit_preview_map(model, 64, 96)).result(TIMEOUT_SECONDS)
+    with checked_scheduler(model, streams, previews=True) as scheduler:
         jobs = [scheduler.submit(request, lambda _: None, preview_every=2) for request in MIX]
         images = [result.images for result in results(*jobs)]
 

@@ -14,6 +14,7 @@ from model.cold_start import ColdStart
 from model.loading.load import Loaded, load_release
 from model.loading.target import detect_targets
 from tests.conftest import KEPT_TOYS, file_lock, make_build_report
+from tests.support.deployments import deployed
 from tests.support.ranks import BAND_RELEASE, BANDS
 
 
@@ -35,4 +36,4 @@ def band_store(
 
 @pytest.fixture(scope="session")
 def whole(band_store: WritableStore) -> Loaded:
-    return load_release(band_store, BAND_RELEASE, detect_targets(), [], ColdStart())
+    return load_release(band_store, deployed(BAND_RELEASE), detect_targets(), ColdStart())

@@ -25,6 +25,7 @@ from model.scheduling.job import GenerationResult
 from model.scheduling.scheduler import Scheduler
 from model.settings import Limits, Settings
 from preheat.local_server.server import Layout, Server
+from tests.support.deployments import deployed
 from tests.support.images import largest_difference, pixels
 from tests.support.predictions import PREDICT_PATH, http_client
 from tests.support.processes import children_that_run
@@ -92,13 +93,13 @@ def test_four_ranks_divide_the_halves_of_guidance_and_their_rows(band_store: Wri
 @pytest.mark.full
 def test_a_release_without_bands_is_refused(band_store: WritableStore) -> None:
     with pytest.raises(NoEngineForTarget, match="no unet engine in fp32 for 4 bands") as refused:
-        load_release(band_store, BAND_RELEASE, detect_targets(), [], ColdStart(), bands=4)
+        load_release(band_store, deployed(BAND_RELEASE, bands=4), detect_targets(), ColdStart())
     assert "--bands 4" in refused.value.remedy
 
 
 @pytest.mark.full
 def test_controlnets_run_for_the_entries_of_each_rank(compiled_control_store: WritableStore) -> None:
-    alone = load_release(compiled_control_store, "control/1", detect_targets(), buckets=[], cold_start=ColdStart())
+    alone = load_release(compiled_control_store, deployed("control/1"), detect_targets(), ColdStart())
     levels = np.random.default_rng(0).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
     controls = [Control(name, levels, 1.0, 0.0, 1.0, mode=None) for name in ("edges", "small")]
     plain = params(alone, guidance_scale=5.0)

@@ -1,11 +1,14 @@
 """A scheduler on linear networks. The fixture `gate` holds each denoising step until the test allows the step."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
 from model.pipeline.loaded_model import LoadedModel
+from model.pipeline.preview import fit_preview_map
 from model.pipeline.runner import Runner
+from model.scheduling.comparison import ImageComparison
 from model.scheduling.scheduler import Scheduler
 from model.settings import Limits
 from tests.support.linear_networks import linear_model
@@ -30,8 +33,28 @@ def device_failures() -> list[str]:
 
 
 @pytest.fixture
-def scheduler(model: LoadedModel, limits: Limits, device_failures: list[str]) -> Iterator[Scheduler]:
-    scheduler = Scheduler(Runner(model), limits, on_device_failure=lambda: device_failures.append("called"))
+def comparison() -> ImageComparison | None:
+    """The scheduler's comparison. Tests replace it."""
+    return None
+
+
+@pytest.fixture
+def previews() -> bool:
+    """True if the scheduler makes previews of images of 96x64 pixels. Tests replace it by parametrization."""
+    return False
+
+
+@pytest.fixture
+def scheduler(
+    model: LoadedModel,
+    limits: Limits,
+    device_failures: list[str],
+    comparison: ImageComparison | None,
+    previews: bool,
+) -> Iterator[Scheduler]:
+    prepare = partial(fit_preview_map, model, 64, 96) if previews else None
+    scheduler = Scheduler(Runner(model), limits, lambda: device_failures.append("called"), comparison, prepare)
+    scheduler.wait_ready()
     yield scheduler
     scheduler.close()
 

@@ -51,9 +51,13 @@ def model(model: LoadedModel) -> LoadedModel:
 
 
 @pytest.fixture
-def comparison(model: LoadedModel, scheduler: Scheduler) -> ImageComparison:
-    scheduler.comparison = ImageComparison(model, every=1)
-    return scheduler.comparison
+def every() -> int:
+    return 1
+
+
+@pytest.fixture
+def comparison(model: LoadedModel, every: int) -> ImageComparison:
+    return ImageComparison(model, every)
 
 
 @pytest.fixture
@@ -94,8 +98,8 @@ def test_reports_the_distance_to_fp16(
     assert fp16_runs(model) > runs and fp16_runs(model, spec.REFINER_UNET)
 
 
+@pytest.mark.parametrize("every", [3])
 def test_compares_one_in_n_images(model: LoadedModel, scheduler: Scheduler, outcomes: Any) -> None:
-    scheduler.comparison = ImageComparison(model, every=3)
     for seed in range(7):
         results(scheduler.submit(params(seed)))
         eventually(lambda seed=seed: outcomes().get("compared", 0) == (seed + 1) // 3, "every third image is compared")
@@ -115,14 +119,18 @@ def test_image_of_a_request_is_compared_by_its_own_seed(model: LoadedModel) -> N
         assert decibels()[1] - total == pytest.approx(100)
 
 
+@pytest.mark.parametrize("every", [2])  # so not the image of the request that arrives
 def test_request_ends_the_comparison(
-    model: LoadedModel, scheduler: Scheduler, outcomes: Any, monkeypatch: pytest.MonkeyPatch
+    model: LoadedModel,
+    scheduler: Scheduler,
+    comparison: ImageComparison,
+    outcomes: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A request that arrives during a step of the comparison begins after that step."""
     finished = params(1, num_inference_steps=40)
     pixels = generate(model, [finished])[0][0]  # while the scheduler's thread has nothing to do
     arrived = []
-    comparison = ImageComparison(model, every=2)  # so not the image of the request that arrives
     engine = model.fp16_engines[spec.UNET].engines[0]
     assert isinstance(engine, Stub)
     outputs = engine.outputs
@@ -134,7 +142,6 @@ def test_request_ends_the_comparison(
 
     monkeypatch.setattr(engine, "outputs", submit_once)
     assert [comparison.offer(finished, 0, pixels) for _ in range(2)] == [False, True]
-    scheduler.comparison = comparison
     settle(scheduler)  # wakes the thread
     eventually(lambda: bool(arrived), "the comparison begins")
     results(*arrived)

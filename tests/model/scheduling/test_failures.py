@@ -9,10 +9,11 @@ import torch
 
 from model.denoising.eager_loop import EagerLoop
 from model.denoising.loop import ImageState
-from model.errors import BrokenImage, Cancelled, EngineError, Unavailable
+from model.errors import BrokenImage, Cancelled, EngineError, OutOfDeviceMemory, Unavailable
 from model.pipeline import spec
 from model.pipeline.loaded_model import LoadedModel
-from model.pipeline.preview import fit_preview_map
+from model.pipeline.preview import PreviewMap
+from model.pipeline.runner import Runner
 from model.pipeline.text_to_image import generate
 from model.scheduling.job import ImageEvent, StepEvent
 from model.scheduling.scheduler import Scheduler
@@ -135,6 +136,7 @@ def test_image_that_cannot_join_the_refiner_fails_alone(model: LoadedModel, sche
     assert len(results(other)[0].images) == 1 and scheduler.healthy()
 
 
+@pytest.mark.parametrize("previews", [True])
 def test_failed_preview_fails_its_request_only(model: LoadedModel, scheduler: Scheduler) -> None:
     """Another image of the same step is finished."""
 
@@ -142,7 +144,6 @@ def test_failed_preview_fails_its_request_only(model: LoadedModel, scheduler: Sc
         def latents(self, image: ImageState) -> torch.Tensor:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    scheduler.preview_map = scheduler.call(lambda: fit_preview_map(model, 64, 96)).result(TIMEOUT_SECONDS)
     model.loops[spec.UNET, 64, 96] = FailingLoop(model.step_networks(spec.UNET, 64, 96), 64, 96)
     with paused(scheduler):
         previewed = scheduler.submit(params(1, num_images=2, num_inference_steps=40), lambda event: None, 4)
@@ -208,3 +209,34 @@ def test_closed_scheduler_answers_accepted_requests(gate: Gate, scheduler: Sched
     assert call.result(TIMEOUT_SECONDS) == "done"
     with pytest.raises(Unavailable):
         scheduler.submit(params(9))
+
+
+def test_failed_warm_up_closes_the_scheduler(model: LoadedModel) -> None:
+    def fail() -> PreviewMap:
+        raise OutOfDeviceMemory("The release does not fit.")
+
+    scheduler = Scheduler(Runner(model), Limits(), lambda: None, prepare=fail)
+    with pytest.raises(OutOfDeviceMemory, match="does not fit"):
+        scheduler.wait_ready()
+    assert not scheduler.healthy()
+    with pytest.raises(Unavailable):
+        scheduler.submit(params(1))
+
+
+def test_abandon_answers_during_the_warm_up(model: LoadedModel, device_failures: list[str]) -> None:
+    """With ranks, the warm-up hangs if one of them ends."""
+    hangs = threading.Event()
+
+    def prepare() -> PreviewMap:
+        assert hangs.wait(TIMEOUT_SECONDS)
+        raise RuntimeError("The collective failed.")
+
+    scheduler = Scheduler(Runner(model), Limits(), lambda: device_failures.append("called"), prepare=prepare)
+    waiting = scheduler.submit(params(1))
+    scheduler.abandon("A rank has ended.")
+    with pytest.raises(Unavailable, match="A rank has ended"):
+        results(waiting)
+    assert device_failures == ["called"]
+    hangs.set()
+    with pytest.raises(RuntimeError, match="collective"):
+        scheduler.wait_ready()

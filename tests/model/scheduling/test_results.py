@@ -21,7 +21,6 @@ from model.loading.load import Loaded
 from model.pipeline import spec
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import Mask
-from model.pipeline.preview import fit_preview_map
 from model.pipeline.runner import Runner
 from model.pipeline.text_to_image import generate
 from model.scheduling.job import ImageEvent, Job, StepEvent
@@ -42,8 +41,8 @@ def test_skips_a_stage_without_steps(fraction: float, scheduler: Scheduler) -> N
     assert bool(result.warnings) == (fraction > 0.5)
 
 
+@pytest.mark.parametrize("previews", [True])
 def test_emits_each_step_and_image_with_previews(model: LoadedModel, scheduler: Scheduler) -> None:
-    scheduler.preview_map = scheduler.call(lambda: fit_preview_map(model, 64, 96)).result(TIMEOUT_SECONDS)
     events: list[StepEvent | ImageEvent] = []
     request = params(1, num_images=2, num_inference_steps=6, use_refiner=True)
     [result] = results(scheduler.submit(request, events.append, preview_every=2))

@@ -337,13 +337,14 @@ SERVE = """
     tempfile.tempdir = str(temporary)
     import torch
     from model.cold_start import ColdStart
+    from model.deployment import Deployment
     from model.loading.load import load_release
     from model.loading.prefetch import Prefetch
     from model.loading.target import Target
     from model.settings import read_settings
 
     prefetch = Prefetch(read_settings({"store": root.as_uri(), "release": "toy/1"}), {})
-    loaded = load_release(prefetch.store(), "toy/1", [Target(*sys.argv[3:])], [], ColdStart())
+    loaded = load_release(prefetch.store(), Deployment(("toy/1",)), [Target(*sys.argv[3:])], ColdStart())
     y = loaded.model.engines["unet"].run({"x": torch.ones(1, 4, 8, 8)}, 64, 64)["y"]
     assert torch.isfinite(y).all()
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/blobs/" in line}

@@ -25,6 +25,7 @@ from model.weights.safetensors_header import Extent
 from model.weights.stream import CopyLane, stream_weights, tensor_view
 from tests.support import releases
 from tests.support.components import BASE_COMPONENTS
+from tests.support.deployments import deployed
 from tests.support.releases import RELEASE_NAME, cpu_target, put_blob
 from tests.support.waiting import TIMEOUT_SECONDS
 
@@ -159,7 +160,7 @@ def test_load_streams_weights_and_verifies_them(store: WritableLocalStore) -> No
     """Weights stream while other blobs are fetched and verified."""
     store.write_release(releases.draft_release(store, releases.compiled_toy()))
     cold_start = ColdStart()
-    loaded = load_release(store, RELEASE_NAME, [cpu_target()], [], cold_start)
+    loaded = load_release(store, deployed(RELEASE_NAME), [cpu_target()], cold_start)
     x = torch.randn(2, 4, 8, 8)
     for seed, name in enumerate(BASE_COMPONENTS):
         torch.testing.assert_close(loaded.model.engines[name].run({"x": x}, 64, 64)["y"], releases.Toy(seed)(x)[0])
@@ -168,7 +169,7 @@ def test_load_streams_weights_and_verifies_them(store: WritableLocalStore) -> No
     file = store.root / "blobs" / "sha256" / digest
     file.write_bytes(file.read_bytes()[:-1] + b"\7")
     with pytest.raises(CorruptBlob, match=digest[:12]):
-        load_release(store, RELEASE_NAME, [cpu_target()], [], ColdStart())
+        load_release(store, deployed(RELEASE_NAME), [cpu_target()], ColdStart())
 
 
 def test_failing_load_stops_streaming(tmp_path: Path) -> None:
@@ -191,7 +192,7 @@ def test_failing_load_stops_streaming(tmp_path: Path) -> None:
     manifest = releases.draft_release(store, refiner=True)
     store.write_release(manifest)
     with pytest.raises(StoreError, match="offline"):
-        load_release(store, RELEASE_NAME, [cpu_target()], [], ColdStart())
+        load_release(store, deployed(RELEASE_NAME), [cpu_target()], ColdStart())
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("preheat-weights")]
     ended.set()
     assert not threads

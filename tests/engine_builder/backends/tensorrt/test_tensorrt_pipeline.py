@@ -31,6 +31,7 @@ from model.pipeline.text_to_image import generate
 from model.store.manifest import Manifest
 from model.store.precision import FP16
 from tests.engine_builder.helpers import PlanOf, edit_weights, folder_of
+from tests.support.deployments import deployed
 from tests.support.fake_tensorrt import VERSION, WORKSPACE_BYTES, install_fake
 
 TARGET = Target("cpu", "fake_gpu", "", "trt11.4")
@@ -78,9 +79,9 @@ def generate_one(loaded: Loaded) -> np.ndarray:
 
 def test_plans_generate_aot_inductors_image(built: tuple[WritableStore, Manifest], toy_store: WritableStore) -> None:
     """Plans in fp16, AOTInductor in fp32."""
-    loaded = load_release(built[0], built[1].name, [TARGET], [], ColdStart())
+    loaded = load_release(built[0], deployed(built[1].name), [TARGET], ColdStart())
     assert (loaded.runtime, loaded.target) == ("tensorrt", TARGET.key)
-    expected = generate_one(load_release(toy_store, "toy-sdxl/1", detect_targets(), [], ColdStart()))
+    expected = generate_one(load_release(toy_store, deployed("toy-sdxl/1"), detect_targets(), ColdStart()))
     image = generate_one(loaded)
     assert image.std() > 10 and np.abs(image - expected).max() <= 8
 

@@ -37,6 +37,7 @@ from model.store.manifest import Manifest
 from model.store.precision import FP16
 from model.weights.cache import WeightsCache
 from tests.engine_builder.helpers import Tensors, edit_weights
+from tests.support.deployments import deployed
 from tests.support.reference import Reference
 from tests.support.repository import MODEL_FOLDER, REPOSITORY
 
@@ -79,7 +80,7 @@ def built(
 
 @pytest.fixture(scope="module")
 def served(built: tuple[WritableStore, Manifest]) -> Loaded:
-    return load_release(built[0], built[1].name, list_targets("tensorrt", detect_targets()), [], ColdStart())
+    return load_release(built[0], deployed(built[1].name), list_targets("tensorrt", detect_targets()), ColdStart())
 
 
 @pytest.fixture

@@ -37,6 +37,7 @@ from model.store.precision import FP16
 from preheat.main import app
 from tests.engine_builder.helpers import folder_of
 from tests.support.components import BASE_COMPONENTS, REFINER_COMPONENTS
+from tests.support.deployments import deployed
 from tests.support.fake_tensorrt import RTX_VERSION, Fake
 from tests.support.repository import MODEL_FOLDER, REPOSITORY
 from tests.support.tensorrt_rtx import capabilities_of
@@ -295,7 +296,7 @@ def mixed(built: Built, toy_store: WritableStore, tmp_path_factory: pytest.TempP
 
 
 def test_cpu_serves_a_release_that_also_has_plans(mixed: Built, target: Target) -> None:
-    loaded = load_release(mixed[0], mixed[1].name, list_targets("fastest", detect_targets()), [], ColdStart())
+    loaded = load_release(mixed[0], deployed(mixed[1].name), list_targets("fastest", detect_targets()), ColdStart())
     assert (loaded.target, loaded.runtime) == (target.key, "aot_inductor")
     assert loaded.weight_bytes > 0
 
@@ -305,5 +306,5 @@ def test_gpu_serves_the_plans_of_a_release_with_cpu_engines(mixed: Built) -> Non
     for runtime in ("tensorrt-rtx", "fastest"):
         targets = list_targets(runtime, [gpu])  # type: ignore[arg-type]
         assert sort_fastest_first(mixed[1], targets, BASE_COMPONENTS)[0].key == TARGETS[1]
-        selection = select(mixed[1], targets, [])
+        selection = select(mixed[1], targets, deployed())
         assert selection.target == TARGETS[1] and selection.weight_blobs() == []

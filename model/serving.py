@@ -1,17 +1,21 @@
-"""Load a release on this process's GPUs and start the scheduler of its engines, with the warm-up."""
+"""Start a server in this process: load what it serves, and start the scheduler of its engines, with the warm-up.
+
+The Truss model, its workers and Triton start here.
+"""
 
 import atexit
 import gc
 import json
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from model import metrics
 from model.child_process import FAILED_EXIT_CODE, exit_soon
 from model.cold_start import ColdStart
-from model.loading.adapters import ServedAdapters
-from model.loading.load import Loaded, load_release
-from model.loading.runtimes import find_targets, runtime_cache_folder
+from model.deployment import Deployment
+from model.loading.load import Loaded, load_deployment
+from model.loading.runtimes import find_targets
 from model.loading.warmup import batch_measurement, warm_up
 from model.pipeline.runner import Runner
 from model.scheduling.comparison import ImageComparison
@@ -22,7 +26,7 @@ from model.store.store import Store
 logger = logging.getLogger("preheat")
 
 
-def load_scheduler(
+def start_server(
     settings: Settings,
     secrets: Mapping[str, str],
     open_store: Callable[[], Store],
@@ -31,50 +35,31 @@ def load_scheduler(
 ) -> tuple[Loaded, Scheduler]:
     """Load, warm up and return a release and its running scheduler. `on_device_failure`: see `Scheduler`.
 
-    Raises what `load_release` raises, and RankFailed. If ranks were started, the process also ends soon after an error:
-    the graphs of this load keep the group's communicator, so there can be no second load.
+    Raises what `load_deployment` raises, and RankFailed. If ranks were started, the process also ends soon after an
+    error: the graphs of this load keep the group's communicator, so there can be no second load.
     """
     gc.freeze()  # modules are permanent, and the collection below takes 0.14 s with them
-    store, release = open_store(), settings.required("release")
-    targets = find_targets(settings.runtime)
+    store, deployment = open_store(), Deployment.of(settings)
     followers = None
     if settings.gpus_per_image > 1:
         from model.ranks.lead import start_followers  # imports torch.distributed
 
+        targets = find_targets(settings.runtime)  # no process is started for a machine that cannot serve
         followers = start_followers(settings, secrets)
         if targets[0].device == "cuda":
             atexit.register(followers.exit_process)
     try:
-        loaded = load_release(
-            store,
-            release,
-            targets,
-            settings.buckets,
-            cold_start,
-            settings.public_key,
-            runtime_cache_folder(settings.store_options().cache_folder, targets),
-            settings.served_precision,
-            ServedAdapters(tuple(settings.loras), settings.lora_cache_bytes),
-            safety=settings.safety,
-            ranks=settings.batch_ranks,
-            bands=settings.bands_per_image,
-        )
+        loaded = load_deployment(store, deployment, settings.store_options().cache_folder, cold_start)
         metrics.watch_gpu_memory(loaded.model.device)
         every = settings.compare_every
         comparison = None if every is None else ImageComparison(loaded.model, every)
         if followers is not None:
             followers.join(loaded.model)
-        scheduler = Scheduler(Runner(loaded.model), settings.limits, on_device_failure)
+        prepare = partial(warm_up, loaded, cold_start=cold_start, comparison=comparison)
+        scheduler = Scheduler(Runner(loaded.model), settings.limits, on_device_failure, comparison, prepare)
         if followers is not None:
             followers.watch(scheduler.abandon)  # also during the warm-up, whose graphs wait for all ranks
-        try:
-            # Warm-up runs on the scheduler's thread, like all generation. It also fits the map for previews.
-            scheduler.preview_map = scheduler.call(
-                lambda: warm_up(loaded, cold_start=cold_start, comparison=comparison)
-            ).result()
-        except BaseException:
-            scheduler.close()
-            raise
+        scheduler.wait_ready()
     except Exception:
         if followers is not None:
             atexit.unregister(followers.exit_process)
@@ -86,7 +71,6 @@ def load_scheduler(
     gc.collect()
     gc.freeze()
     scheduler.when_idle(batch_measurement(loaded))
-    scheduler.comparison = comparison
     logger.info(
         json.dumps(
             {
