@@ -42,9 +42,10 @@ from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.deployment import Deployment
+from model.engines.features import LORA
 from model.loading.load import Loaded, load_deployment
 from model.loading.warmup import warm_up
-from model.pipeline.spec import UNET_LORA
+from model.pipeline.components import find_component
 from model.pipeline.text_to_image import generate
 from model.settings import read_settings
 from model.store.adapter_record import AdapterLayer, AdapterRecord
@@ -183,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         warm_up(loaded)
         loaded.model.adapters.load(_NAMES)
         rows = swap_rows(loaded, overlay, options)
-        if UNET_LORA in loaded.model.engines:
+        if any(LORA in find_component(name).features for name in loaded.model.engines):
             loaded.model.adapters.load(batch_names)
             rows += batch_rows(loaded, options, batch_names)
         loaded.model.adapters.close()

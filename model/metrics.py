@@ -9,7 +9,7 @@ from typing import get_args
 import torch
 from prometheus_client import Counter, Gauge, Histogram
 
-from model.pipeline.components import loop_unets
+from model.pipeline.components import unets
 from model.pipeline.params import Task
 
 # Upper bounds of the histograms.
@@ -96,7 +96,7 @@ for _outcome in ("compared", "dropped", "failed"):
 for _task in get_args(Task):
     IMAGES.labels(_task)
     REQUEST_SECONDS.labels(_task)
-for _unet in loop_unets():
+for _unet in unets():
     ACTIVE.labels(_unet.name)
     STEPS.labels(_unet.name)
 

@@ -14,13 +14,14 @@ from engine_builder.networks.controlnet import components_of_controlnets
 from engine_builder.networks.ip_adapter import components_of_ip_adapters
 from engine_builder.networks.network import ModuleReader, Network, load_network
 from engine_builder.quantization.quantization_plan import Quantization
+from model.engines.features import GUIDED_ZEROS, LORA, engine_name, has, parse_name
 from model.errors import PreheatError
 from model.loading.target import Target
 from model.pipeline.components import FAMILIES, find_component
-from model.pipeline.spec import SAFETY_CHECKER, UNET_LORA, VAE_DECODER, Variant, model_parts
+from model.pipeline.spec import SAFETY_CHECKER, VAE_DECODER, ComponentSpec, model_parts
 from model.store.manifest import Bucket
 from model.store.precision import FP16, FP32, Precision
-from model.validation import LARGEST_SIDE, MAX_STEPS, SMALLEST_SIDE
+from model.validation import BAND_COUNTS, LARGEST_SIDE, MAX_STEPS, SMALLEST_SIDE
 
 _TEXT_BATCHES = (1, 2)  # of a GPU's text networks: the prompt, or the prompt and the negative prompt
 _TIMESTEPS_PER_CALL = 32  # batch of a GPU's time network; a request with more steps takes several calls
@@ -102,17 +103,16 @@ class BuildPlan:
 
         Those of ControlNets and IP-Adapters are last.
         """
-        specs = [*FAMILIES[self.base.family].specs(*model_parts(self.refiner is not None))]
+        family = FAMILIES[self.base.family]
+        of_model: list[str] = []
+        for spec in family.specs(*model_parts(self.refiner is not None)):
+            of_model += [spec.name, *(self._variants(spec.name) if spec.name == family.base.unet else ())]
         if self.lora_rank:
-            specs.append(find_component(UNET_LORA)[0])
-        of_model = tuple(
-            name
-            for spec in specs
-            for name in (spec.name, *(variant.name for variant in spec.variants if self._builds(variant)))
-        )
+            name = engine_name(family.base.unet, {LORA})
+            of_model += [name, *self._variants(name)]
         checker = (SAFETY_CHECKER,) if self.base.safety_checker else ()
         of_inputs = components_of_controlnets(self.base) + components_of_ip_adapters(self.base)
-        return of_model + checker + of_inputs
+        return (*of_model, *checker, *of_inputs)
 
     @property
     def guided_sizes(self) -> tuple[Size, ...]:
@@ -127,20 +127,23 @@ class BuildPlan:
             return ()
         return tuple(size for size in self.sizes if size.batch % 2 == 0)
 
-    def _builds(self, variant: Variant) -> bool:
-        if variant.guided:
-            return bool(self.guided_sizes)
-        return variant.bands in self.bands and (not self.sizes or bool(self._sizes_of_variant(variant)))
+    def _variants(self, unet: str) -> list[str]:
+        """Return the names of a UNet's variants that have sizes: for guidance against zeros, and for bands."""
+        component, features, _ = parse_name(unet)
+        paired = engine_name(component, features | {GUIDED_ZEROS})
+        in_bands = [] if features else [engine_name(unet, bands=bands) for bands in BAND_COUNTS if bands in self.bands]
+        of_bands = [name for name in in_bands if not self.sizes or self._sizes_of(find_component(name))]
+        return [*([paired] if self.guided_sizes else ()), *of_bands]
 
-    def _sizes_of_variant(self, variant: Variant) -> tuple[Size, ...]:
-        if variant.guided:
-            return self.guided_sizes
-        multiple = variant.bands * self.base.size_step()
-        return tuple(size for size in self.sizes if size.height % multiple == 0)
+    def _sizes_of(self, spec: ComponentSpec) -> tuple[Size, ...]:
+        """Return the sizes of a UNet, or of a variant."""
+        sizes = self.guided_sizes if has(spec.features, "paired") else self.sizes
+        multiple = spec.bands * self.base.size_step()
+        return tuple(size for size in sizes if spec.bands == 1 or size.height % multiple == 0)
 
     def checkpoint_of(self, component: str) -> Checkpoint:
         """Return the checkpoint that a component is read from."""
-        if find_component(component)[0].part == "base":
+        if find_component(component).part == "base":
             return self.base
         assert self.refiner is not None
         return self.refiner
@@ -152,12 +155,11 @@ class BuildPlan:
         a model, also ControlNets, are fp16. The VAE of an fp16 model is fp32 if its config has force_upcast, because it
         overflows in fp16. An explicit `vae_precision` replaces that.
         """
-        spec = find_component(component)[0]
+        spec = find_component(component)
         if component == VAE_DECODER and self.quantizes_vae:
             return self.precision
         if spec.precision_rule == "model":
-            is_quantized = spec.phase == "step" and not spec.low_rank_of and not spec.feeds
-            return self.precision if is_quantized else self.precision.unquantized
+            return self.precision if spec.is_quantizable else self.precision.unquantized
         return self.unquantized_vae_precision
 
     @property
@@ -206,7 +208,7 @@ class BuildPlan:
         With sizes the batch is 1 or 2 texts, 32 timesteps, 1 image or reference image, or the batch of each size for a
         UNet. Without sizes there is one dynamic bucket.
         """
-        spec, variant = find_component(network.component)
+        spec = find_component(network.component)
         if not self.sizes:
             if spec.batch_unit == "timestep":
                 return [compiler.dynamic_bucket(multiple=None, max_batch=MAX_STEPS)]
@@ -222,7 +224,7 @@ class BuildPlan:
             case "image":
                 shapes = dict.fromkeys(size._replace(batch=1) for size in self.sizes)
             case "cfg_half":
-                shapes = self._sizes_of_variant(variant) if variant else self.sizes
+                shapes = self._sizes_of(spec)
         return [compiler.static_bucket(batch, height, width) for batch, height, width in shapes]
 
     def draft_name(self, target: Target) -> str:

@@ -48,7 +48,7 @@ class Counterparts:
         if component not in self._networks:
             for other in self._networks.keys() - set(self.of_image):
                 del self._networks[other]
-            spec, _ = find_component(component)
+            spec = find_component(component)
             checkpoint = self.plan.checkpoint_of(component)
             with stored_types():
                 self._networks[component] = load_network(
@@ -59,8 +59,8 @@ class Counterparts:
 
     def library(self, component: str) -> Any:
         """Return a new module of the library for a component's network, which the caller may change."""
-        spec, variant = find_component(component)
-        checkpoint, wrapper = self.plan.checkpoint_of(component), WRAPPERS[variant.wrapper if variant else spec.wrapper]
+        spec = find_component(component)
+        checkpoint, wrapper = self.plan.checkpoint_of(component), WRAPPERS[spec.wrapper]
         class_name = wrapper.class_of(checkpoint.config(spec.checkpoint_folder))
         dtype = DTYPES[self._precision(spec).storage]
         reader = self._reader(checkpoint, spec)
@@ -76,7 +76,7 @@ class Counterparts:
 
     def limit(self, component: str) -> float:
         """Return the largest relative error of a component."""
-        return LIMITS[self._precision(find_component(component)[0]).storage]
+        return LIMITS[self._precision(find_component(component)).storage]
 
     @property
     def storage(self) -> StorageDtype:

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from engine_builder.building.counterparts import Counterparts
 from engine_builder.checkpoints.ip_adapter import open_adapter
 from engine_builder.kernels.float_arithmetic import stored_types
-from engine_builder.kernels.low_rank import LowRankUnetNetwork
 from engine_builder.networks.text import FinalTextNetwork
+from engine_builder.networks.unet import StepUnet
 from model.adapters.merge import Factors
-from model.adapters.packing import pack
+from model.adapters.packing import Packing, pack
 from model.engines import signatures
+from model.engines.features import GUIDED_ZEROS, IMAGE_PROMPT
 from model.engines.shapes import shape_at
 from model.pipeline import spec as names
 from model.pipeline.components import FAMILIES, find_component
@@ -52,7 +53,7 @@ def comparisons(pair: Counterparts, tokenizers: dict[str, ClipTokenizer]) -> Ite
     for name in names.controlnets_of(plan.components):
         yield f"{names.CONTROLNET}.{name}", _bind(_controlnet, pair, name)
     if adapters := names.ip_adapters_of(plan.components):
-        yield names.UNET_IP, _bind(_ip_adapters, pair, adapters)
+        yield names.IP_UNET, _bind(_ip_adapters, pair, adapters)
     if names.SAFETY_CHECKER in plan.components:
         yield names.SAFETY_CHECKER, _bind(_safety_checker, pair)
 
@@ -136,7 +137,7 @@ def _unets(pair: Counterparts, denoiser: Denoiser) -> Outputs:
     """Compare a UNet and its variants, each together with the networks for text and timesteps."""
     part, unet = denoiser.part, pair.library(denoiser.unet)
     components = [name for name in pair.plan.components if _is_unet(name, part)]
-    multiple = max(_bands(name) for name in components) * 2 ** (len(unet.config.block_out_channels) - 1)
+    multiple = max(find_component(name).bands for name in components) * 2 ** (len(unet.config.block_out_channels) - 1)
     step = _random_step(pair, part, unet.config.in_channels, multiple)
     time_embeds = pair.run(denoiser.time, **step.time_inputs)["time_embeds"]
     keys_values = pair.run(denoiser.text, encoder_hidden_states=step.text)[signatures.KEYS_VALUES]
@@ -149,11 +150,10 @@ def _unets(pair: Counterparts, denoiser: Denoiser) -> Outputs:
         text=torch.cat([step.text[:1], torch.zeros_like(step.text[:1])]),
     )
     for component in components:
-        spec, variant = find_component(component)
-        network = pair.ours(component)
-        of_step, more = (halves, inputs | {"sample": halves.sample}) if variant and variant.guided else (step, inputs)
-        if isinstance(network.module, LowRankUnetNetwork):
-            yield component, *_with_adapters(pair, component, network.module, unet, of_step, more)
+        features, network = find_component(component).features, pair.ours(component)
+        of_step, more = (halves, inputs | {"sample": halves.sample}) if GUIDED_ZEROS in features else (step, inputs)
+        if isinstance(network.module, StepUnet) and network.module.low_rank is not None:
+            yield component, *_with_adapters(pair, component, network.module.low_rank.packing, unet, of_step, more)
         elif residuals := signatures.residuals_of(network.signature):
             added = _residuals(residuals, step, pair)
             *down, middle = added.values()
@@ -168,14 +168,8 @@ def _unets(pair: Counterparts, denoiser: Denoiser) -> Outputs:
 
 def _is_unet(component: str, part: Part) -> bool:
     """True for a UNet of a step, except that for reference images, which is compared with its adapters."""
-    spec, _ = find_component(component)
-    is_step = spec.phase == "step" and not spec.feeds
-    return is_step and spec.part == part and spec.name != names.UNET_IP
-
-
-def _bands(component: str) -> int:
-    variant = find_component(component)[1]
-    return variant.bands if variant else 1
+    spec = find_component(component)
+    return spec.is_denoiser and spec.part == part and IMAGE_PROMPT not in spec.features
 
 
 def _residuals(specs: Iterable[Any], step: _Step, pair: Counterparts) -> dict[str, Tensor]:
@@ -187,13 +181,12 @@ def _residuals(specs: Iterable[Any], step: _Step, pair: Counterparts) -> dict[st
 
 
 def _with_adapters(
-    pair: Counterparts, component: str, network: LowRankUnetNetwork, unet: nn.Module, step: _Step,
+    pair: Counterparts, component: str, packing: Packing, unet: nn.Module, step: _Step,
     inputs: dict[str, Tensor],
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
     """Run a UNet with low-rank inputs, and the library's with the same changes added to its linears."""
-    variant = find_component(component)[1]
-    guided = variant is not None and variant.guided
-    packing, draw = network.packing, _drawing(pair.device, seed=3)
+    guided = GUIDED_ZEROS in find_component(component).features
+    draw = _drawing(pair.device, seed=3)
     adapters = [
         {
             place.layer.name: Factors(
@@ -281,7 +274,7 @@ def _controlnet(pair: Counterparts, name: str) -> Outputs:
 
 def _ip_adapters(pair: Counterparts, adapters: Sequence[str]) -> Outputs:
     """Compare each image encoder, and the UNet with each adapter."""
-    unet_network = pair.ours(names.UNET_IP)
+    unet_network = pair.ours(names.IP_UNET)
     slots, slot_tokens = signatures.image_slots(unet_network.signature)
     draw, unet = _drawing(pair.device, seed=5), pair.plan.base.config("unet")
     step = _random_step(pair, "base", unet["in_channels"], 8)
@@ -311,16 +304,16 @@ def _ip_adapters(pair: Counterparts, adapters: Sequence[str]) -> Outputs:
         bias = torch.zeros(_BATCH, slots, slot_tokens, device=pair.device)
         bias[:, 0, count:] = MASKED
         ours = pair.run(
-            names.UNET_IP, sample=step.sample, time_embeds=time_embeds, keys_values=keys_values, **images,
+            names.IP_UNET, sample=step.sample, time_embeds=time_embeds, keys_values=keys_values, **images,
             image_bias=bias, **residuals,
         )  # fmt: skip
-        unet = pair.library(names.UNET_IP)
+        unet = pair.library(names.IP_UNET)
         with open_adapter(files).tensors() as tensors:
             with stored_types():
                 unet._load_ip_adapter_weights([_by_part(tensors)], low_cpu_mem_usage=False)
         inputs = step.library_inputs | of_residuals
         inputs["added_cond_kwargs"] |= {"image_embeds": [of_library[:, None]]}
-        yield f"{names.UNET_IP} with {name}", list(ours.values()), list(unet(**inputs))
+        yield f"{names.IP_UNET} with {name}", list(ours.values()), list(unet(**inputs))
 
 
 def _by_part(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:

@@ -54,7 +54,7 @@ def load_eager_model(
     networks = {}
     names = [spec.name for spec in FAMILIES[base.family].specs(*model_parts(refiner is not None))]
     for name in (*names, *components_of_controlnets(base), *components_of_ip_adapters(base)):
-        checkpoint = base if find_component(name)[0].part == "base" else refiner
+        checkpoint = base if find_component(name).part == "base" else refiner
         assert checkpoint is not None
         networks[name] = load_network(checkpoint, name, precision, device, reader, plain=True, text_chunks=None)
     return networks, open_eager_model(eager_engines(networks), base, refiner, read_tokenizers(base), device)

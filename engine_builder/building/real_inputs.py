@@ -12,11 +12,12 @@ from engine_builder.checkpoints.release_settings import read_tokenizers
 from engine_builder.networks.network import Network
 from model.api.request import GenerationRequest
 from model.denoising.buffers import SAMPLE
+from model.engines.features import GUIDED_ZEROS, LORA, engine_name, parse_name
 from model.engines.shapes import bind_shapes
 from model.engines.signatures import control_types
 from model.images.encode import Pixels
 from model.images.fit import reference_square
-from model.pipeline.components import COMPONENTS, find_component
+from model.pipeline.components import find_component
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import Control, ImagePrompt
 from model.pipeline.spec import CONTROLNET_TIME, IMAGE_ENCODER, controlnets_of, ip_adapters_of
@@ -42,8 +43,7 @@ def record_real_inputs(
     `sizes`: (height, width) in pixels; if empty, the native size, or a smaller one. Raises BrokenImage if an image
     holds NaN or infinity.
     """
-    variants = {variant.name for spec in COMPONENTS.values() for variant in spec.variants}
-    eager = eager_engines({name: net for name, net in networks.items() if name not in variants}, recording=True)
+    eager = eager_engines({name: net for name, net in networks.items() if _plain(name) == name}, recording=True)
     model = open_eager_model(eager, base, refiner, read_tokenizers(base), device)
     facts = model.settings
     native = (min(facts.native_height, _MAX_DEFAULT_SIDE), min(facts.native_width, _MAX_DEFAULT_SIDE))
@@ -58,12 +58,18 @@ def record_real_inputs(
             generate_eagerly(model, request, tuple(_control(model, name, pixels) for name in controlnets))
         for name in ip_adapters_of(networks):
             generate_eagerly(model, request, image_prompts=(_image_prompt(model, name, pixels),))
-    # The request has a negative prompt, so it does not use the variants: they get their component's inputs.
-    recorded = {name: eager[find_component(name)[0].name].recorded_inputs for name in networks}
+    # The request has a negative prompt, so it does not use the paired variants: they get their component's inputs.
+    recorded = {name: eager[_plain(name)].recorded_inputs for name in networks}
     for name, network in networks.items():
-        if plain := find_component(name)[0].low_rank_of:  # with adapters of any kind: no request of a build has one
-            recorded[name] = [inputs | _random_factors(network.signature, inputs) for inputs in recorded[plain]]
+        if LORA in find_component(name).features:  # with adapters of any kind: no request of a build has one
+            recorded[name] = [inputs | _random_factors(network.signature, inputs) for inputs in recorded[name]]
     return recorded
+
+
+def _plain(name: str) -> str:
+    """Return the component whose inputs a variant for bands, adapters or guidance against zeros gets."""
+    component, features, _ = parse_name(name)
+    return engine_name(component, features - {GUIDED_ZEROS, LORA})
 
 
 def _random_factors(signature: Signature, inputs: Inputs) -> Inputs:

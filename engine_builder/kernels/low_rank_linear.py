@@ -1,16 +1,48 @@
-"""A linear with a low-rank change for each entry of the batch: y = x W^T + b + (x D^T) U."""
+"""Linears with a low-rank change for each entry of the batch: y = x W^T + b + (x D^T) U.
+
+D [rank, in] and U [rank, out] are parts of two input vectors of the network (model/adapters/packing.py). Zeros change
+nothing. Weights and their names are those of the plain network, so both share one copy.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine_builder.kernels.kernel_form import has_half_kernels
-from model.adapters.packing import PackedLayer
+from model.adapters.layers import find_layers
+from model.adapters.packing import PackedLayer, Packing, make_packing
+from model.pipeline.spec import UNET
 
 LOW_RANK_VERSION = 2  # part of the keys of engines with these linears. Raise it when their code changes
 _MIN_OUTPUTS = 2**24  # of a product. In smaller ones the kernel leaves multiprocessors without a tile; not measured
+
+
+@dataclass(frozen=True)
+class LowRankInputs:
+    """Where the low-rank changes of a network's linears are in its two inputs, and the inputs of the current call."""
+
+    packing: Packing
+    vectors: "LowRankVectors"
+
+
+def add_low_rank_inputs(network: nn.Module, rank: int) -> LowRankInputs:
+    """Replace each linear of a UNet that adapters may change by a `LowRankLinear`. Weights keep their names."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in network.named_parameters()}
+    packing, vectors = make_packing(find_layers({UNET: shapes}), rank), LowRankVectors()
+    for tensor, places in groupby(packing.layers, key=lambda place: place.layer.tensor):
+        path, _, name = tensor.removesuffix(".weight").rpartition(".")
+        parent: Any = network.get_submodule(path)
+        changed = LowRankLinear(getattr(parent, name), tuple(places), rank, vectors)
+        if name.isdecimal():
+            parent[int(name)] = changed
+        else:
+            setattr(parent, name, changed)
+    return LowRankInputs(packing, vectors)
 
 
 class LowRankVectors:

@@ -21,7 +21,8 @@ from engine_builder.networks.unet import (
     resnets,
     time_network,
 )
-from model.pipeline.spec import CONTROLNET_TEXT, ComponentSpec, control_components
+from model.pipeline.components import find_component
+from model.pipeline.spec import CONTROLNET_TEXT, control_components
 
 _TIME_PARAMETERS = ("time_embedding.", "add_embedding.", "control_add_embedding.")
 _IMAGE_PARAMETERS = ("controlnet_cond_embedding.", "task_embedding", "transformer_layes.", "spatial_ch_projs.")
@@ -29,13 +30,13 @@ _IMAGE_PARAMETERS = ("controlnet_cond_embedding.", "task_embedding", "transforme
 
 def components_of_controlnets(base: Checkpoint) -> tuple[str, ...]:
     """Return the names of the components that a model's ControlNets add to a build. Empty without ControlNets."""
-    specs = control_components([name for name, _ in base.controlnets])
-    return tuple(spec.name for spec in specs if not spec.name.startswith(CONTROLNET_TEXT) or _reads_text(base, spec))
+    names = control_components([name for name, _ in base.controlnets])
+    return tuple(name for name in names if not name.startswith(CONTROLNET_TEXT) or _reads_text(base, name))
 
 
-def _reads_text(base: Checkpoint, spec: ComponentSpec) -> bool:
+def _reads_text(base: Checkpoint, name: str) -> bool:
     """True if a ControlNet has attention to the text. A small one may have none."""
-    config = base.config(spec.checkpoint_folder)
+    config = base.config(find_component(name).checkpoint_folder)
     blocks = config.get("down_block_types", ("CrossAttnDownBlock2D",) * 3)
     layers = config.get("transformer_layers_per_block", 1)
     layers = layers if isinstance(layers, list) else [layers] * len(blocks)
@@ -122,7 +123,7 @@ class ControlnetNetwork(nn.Module):
     """
 
     def __init__(self, network: Any, use_winograd: bool = False) -> None:
-        """`use_winograd`: as in `UnetNetwork`."""
+        """`use_winograd`: as in `StepUnet`."""
         super().__init__()
         self.network = network
         self.widths = prepare_blocks(network, use_winograd)

@@ -1,7 +1,7 @@
 """An IP-Adapter as two networks, which run once for each reference image: its image encoder, and the adapter itself.
 
 The adapter projects features of an image to tokens, and computes keys and values of all cross-attentions of the UNet.
-The projections are diffusers' modules, read by its own conversion of the original files. `ImagePromptUnetNetwork` reads
+The projections are diffusers' modules, read by its own conversion of the original files. `StepUnet` reads
 the keys and values.
 """
 
@@ -62,7 +62,7 @@ class IpAdapterNetwork(nn.Module):
 
 def components_of_ip_adapters(base: Checkpoint) -> tuple[str, ...]:
     """Return the names of the components that a model's IP-Adapters add to a build. Empty without IP-Adapters."""
-    return tuple(spec.name for spec in ip_components([files.name for files in base.ip_adapters]))
+    return ip_components([files.name for files in base.ip_adapters])
 
 
 def image_encoder_network(files: IpAdapterFiles, network: nn.Module) -> nn.Module:

@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,17 +22,17 @@ from torch import nn
 from engine_builder.checkpoints.folder import DOWNLOAD_AGAIN, Checkpoint, CheckpointError, variant_of
 from engine_builder.checkpoints.ip_adapter import features_of_image, image_slots, open_adapter, tokens_of_image
 from engine_builder.checkpoints.safety_checker import checked_side
-from engine_builder.kernels.low_rank import LowRankUnetNetwork
 from engine_builder.networks.controlnet import control_type_count
 from engine_builder.networks.ip_adapter import image_encoder_network, read_ip_adapter
 from engine_builder.networks.quiet import quiet_libraries
 from engine_builder.networks.text import add_embedding_rows
-from engine_builder.networks.unet import residual_shapes, text_width, time_width
+from engine_builder.networks.unet import StepUnet, residual_shapes, text_width, time_width
 from engine_builder.networks.wrappers import WRAPPERS
+from model.engines.features import CONTROL, denoiser_signature
 from model.engines.shapes import DTYPES
 from model.engines.signatures import ImageEncoderWidths, IpAdapterWidths, SafetyCheckerWidths, UnetWidths
 from model.pipeline.components import find_component
-from model.pipeline.spec import CONTROLNET, IMAGE_ENCODER, IP_ADAPTER, SAFETY_CHECKER, UNET_IP
+from model.pipeline.spec import CONTROLNET, IMAGE_ENCODER, IP_ADAPTER, IP_UNET, SAFETY_CHECKER
 from model.store.manifest import Signature
 from model.store.precision import Precision
 from model.weights.layout import LAYOUTS, Layout
@@ -79,6 +80,11 @@ class Network:
     clips: Mapping[str, float] = field(default_factory=dict)
     bands: int = 1
 
+    @property
+    def code_name(self) -> str:
+        """The name of the module's code in the keys of engines and graphs."""
+        return self.module.code_name if isinstance(self.module, StepUnet) else type(self.module).__name__
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return all parameters and buffers under their public names."""
         named = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
@@ -98,9 +104,9 @@ def architecture(config: dict[str, Any], component: str) -> dict[str, Any]:
     """
     entries = {key: value for key, value in config.items() if key not in _PROVENANCE + _APPLIED_OUTSIDE}
     entries |= {key: None for key in _NORMALIZATION if key in entries}
-    if "time_cond_proj_dim" in entries and find_component(component)[0].phase != "request":
+    if "time_cond_proj_dim" in entries and find_component(component).phase != "request":
         entries["time_cond_proj_dim"] = None
-    if "in_channels" in entries and find_component(component)[0].phase in ("prompt", "request"):
+    if "in_channels" in entries and find_component(component).phase in ("prompt", "request"):
         entries["in_channels"] = entries.get("out_channels", entries["in_channels"])
     return entries
 
@@ -152,8 +158,8 @@ def load_network(
     """
     if component.startswith((f"{IMAGE_ENCODER}.", f"{IP_ADAPTER}.")):
         return _load_ip_adapter(checkpoint, component, precision, device, reader, plain)
-    spec, variant = find_component(component)
-    wrapper = WRAPPERS[variant.wrapper if variant else spec.wrapper]
+    spec = find_component(component)
+    wrapper = WRAPPERS[spec.wrapper]
     config = checkpoint.config(spec.checkpoint_folder)
     layout = "plain" if plain else LAYOUTS.get(torch.device(device).type, "plain")
     read = load_meta_module if device == "meta" else (reader or ModuleReader()).read
@@ -162,23 +168,22 @@ def load_network(
     widths = read_widths(checkpoint, spec.checkpoint_folder, network)
     if isinstance(widths, UnetWidths):
         widths = replace(widths, chunks=text_chunks)
-        if component == UNET_IP and not checkpoint.controlnets:
-            widths = replace(widths, residuals=())
     if checkpoint.embedding_rows and wrapper.package == "transformers":
         add_embedding_rows(network, checkpoint.embedding_rows)
         config["vocab_size"] += checkpoint.embedding_rows
-    options: dict[str, Any] = {"rank": lora_rank} if wrapper.accepts_rank else {}
-    if wrapper.accepts_bands:
-        assert variant is not None
-        options["bands"] = variant.bands
+    options: dict[str, Any] = {}
+    if spec.is_denoiser:
+        features = spec.features | ({CONTROL} if component == IP_UNET and checkpoint.controlnets else set())
+        spec = replace(spec, features=features, signature=partial(denoiser_signature, features=features))
+        options = {"features": features, "rank": lora_rank, "bands": spec.bands}
     if wrapper.accepts_winograd:
         options["use_winograd"] = layout == "channels_last" and precision.compute != "float32"
     module = wrapper.wrap(network, **options)
-    if isinstance(module, LowRankUnetNetwork):
+    if isinstance(module, StepUnet) and module.low_rank is not None:
         assert isinstance(widths, UnetWidths)
-        widths = replace(widths, lora_down=module.packing.down_width, lora_up=module.packing.up_width)
-    bands = variant.bands if variant else 1
-    multiples = {"cfg_half": bands * checkpoint.size_step(), "image": checkpoint.vae_widths().scale}
+        packing = module.low_rank.packing
+        widths = replace(widths, lora_down=packing.down_width, lora_up=packing.up_width)
+    multiples = {"cfg_half": spec.bands * checkpoint.size_step(), "image": checkpoint.vae_widths().scale}
     return Network(
         component,
         _placed(module, device, layout),
@@ -187,7 +192,7 @@ def load_network(
         precision,
         layout,
         multiples.get(spec.batch_unit),
-        bands=bands,
+        bands=spec.bands,
     )
 
 
@@ -231,11 +236,11 @@ def _load_ip_adapter(
     checkpoint: Checkpoint, component: str, precision: Precision, device: str, reader: ModuleReader | None, plain: bool
 ) -> Network:
     """Load an IP-Adapter, or its image encoder, as `load_network` does."""
-    spec, _ = find_component(component)
+    spec = find_component(component)
     kind, _, name = component.partition(".")
     files, dtype = checkpoint.ip_adapter(name), DTYPES[precision.storage]
     layout = "plain" if plain else LAYOUTS.get(torch.device(device).type, "plain")
-    unet_class = WRAPPERS["UnetNetwork"]
+    unet_class = WRAPPERS["StepUnet"]
     unet = load_meta_module(unet_class.package, unet_class.class_name, checkpoint, "unet", dtype)
     if kind == IMAGE_ENCODER:
         wrapper = WRAPPERS[spec.wrapper]

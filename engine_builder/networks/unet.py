@@ -1,14 +1,14 @@
 """Stable Diffusion's UNet as three networks, which run once per text, once per request and once per step.
 
 `UnetTextNetwork` computes the keys and values of every cross-attention from the text. `UnetTimeNetwork` computes every
-ResNet block's bias from the timestep and the sizes. `UnetNetwork` does the rest. Together they compute what diffusers'
+ResNet block's bias from the timestep and the sizes. `StepUnet` does the rest. Together they compute what diffusers'
 `UNet2DConditionModel` computes, from the same checkpoint. Each keeps only the parameters that it reads.
 
 Activations are [batch, channels, height, width] between blocks and [batch, height * width, channels] inside a
 transformer. With channels_last weights both have the same memory layout, and nothing is copied between them.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine_builder.kernels.kernel_form import is_plain
+from engine_builder.kernels.low_rank_linear import add_low_rank_inputs
 from engine_builder.kernels.winograd import replace_wide_convs
 from engine_builder.networks.bands import convolve, divided, own_rows, whole_image
 from engine_builder.networks.blocks import (
@@ -33,6 +34,7 @@ from engine_builder.networks.blocks import (
     tokens_to_pixels,
     upsample,
 )
+from model.engines.features import CONTROL, FEATURES, GUIDED_ZEROS, IMAGE_PROMPT, LORA
 from model.store.manifest import BLOB_LIMIT
 
 _MAX_WEIGHTS = BLOB_LIMIT // 5  # of one product; at 4 bytes each (fp32) this leaves space for a blob's header
@@ -99,30 +101,78 @@ def time_network(network: Any) -> nn.Module:
     return UnetTimeNetwork(network) if network.config.addition_embed_type else PlainUnetTimeNetwork(network)
 
 
-class UnetNetwork(nn.Module):
+class StepUnet(nn.Module):
     """sample [batch, channels, height/8, width/8], time_embeds and keys_values -> predicted noise, shaped like sample.
 
     The batch of keys_values may be smaller. The later entries are then unconditional: they attend to zeros. Keys and
     values have no bias, so they are zeros for an encoding of zeros (diffusers' `force_zeros_for_empty_prompt`).
+
+    The inputs of `features` (`model.engines.features`) follow in their order:
+
+    image_prompt: image_keys, image_values [batch, adapters, tokens, width of all keys] and image_bias, float32 [batch,
+        adapters, tokens], which is added to the scores of the attention. The tokens of each adapter have an attention
+        of their own. Zeros for an image without reference images: attention to values of zero adds nothing.
+    control: what ControlNets add to each skip connection and to the result of the middle block.
+    lora: lora_down and lora_up [batch, width], see `engine_builder.kernels.low_rank_linear`.
+
+    guided_zeros: the first half of an even batch is conditional. The second half is unconditional and has the same
+    latents, so its entries of `sample` and `keys_values` are not read. Up to the first ResNet bias both halves are
+    equal, and they are computed once.
+
+    bands: compute one of so many bands of the image, and take and return whole latents: see `bands`. In
+    `plain_operations` it computes the whole image, to validate engines against it.
     """
 
-    def __init__(self, network: Any, use_winograd: bool = False) -> None:
-        """`use_winograd`: replace wide convolutions by those of `winograd`. For GPUs in half precision only."""
+    def __init__(
+        self,
+        network: Any,
+        features: Collection[str] = (),
+        use_winograd: bool = False,
+        rank: int = 0,
+        bands: int = 1,
+    ) -> None:
+        """`use_winograd`: replace wide convolutions by those of `winograd`. For GPUs in half precision only.
+
+        Bands have no such convolutions: their transforms are fused with group norm and would normalize the zeros around
+        the image. `rank`: of the adapters that the feature "lora" takes.
+        """
         super().__init__()
+        assert not {GUIDED_ZEROS, IMAGE_PROMPT} <= set(features)  # both halves attend to reference images
         self.network = network
-        self.widths = prepare_blocks(network, use_winograd)
+        self.features = frozenset(features)
+        self.bands = bands
+        self.widths = prepare_blocks(network, use_winograd and bands == 1)
         for block in network.up_blocks:
             for upsampler in block.upsamplers or ():
                 subpixel_upsample(upsampler)
         keep_parameters(network, is_read_by_step)
+        self.low_rank = add_low_rank_inputs(network, rank) if LORA in self.features else None
 
-    def forward(self, sample: Tensor, time_embeds: Tensor, keys_values: Tensor) -> tuple[Tensor, ...]:
-        return self._predict(sample, time_embeds, self.widths.contexts(keys_values), ())
+    @property
+    def code_name(self) -> str:
+        """The name of the module in engine keys, also of releases that were built when each set had a class."""
+        if self.bands > 1:
+            return "BandUnetNetwork"
+        return _CODE_NAMES.get(self.features) or "+".join(["StepUnet", *(f for f in FEATURES if f in self.features)])
+
+    def forward(self, sample: Tensor, time_embeds: Tensor, keys_values: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+        images = more[:3] if IMAGE_PROMPT in self.features else ()
+        residuals = more[len(images) :]
+        if self.low_rank is not None:
+            *others, self.low_rank.vectors.down, self.low_rank.vectors.up = residuals
+            residuals = tuple(others)
+        if GUIDED_ZEROS in self.features:
+            half = sample.shape[0] // 2
+            sample, keys_values = sample[:half], keys_values[:half]
+        contexts = self.widths.contexts(keys_values, *images)
+        if self.bands == 1 or is_plain():
+            return (self._predict(sample, time_embeds, contexts, residuals),)
+        with divided(self.bands):
+            return (whole_image(self._predict(own_rows(sample, self.bands), time_embeds, contexts, residuals)),)
 
     def _predict(
         self, sample: Tensor, time_embeds: Tensor, contexts: Iterator["Context"], residuals: tuple[Tensor, ...]
-    ) -> tuple[Tensor, ...]:
-        """`residuals`: what is added to each skip connection and to the middle; empty: nothing."""
+    ) -> Tensor:
         network = self.network
         biases = self.widths.biases(time_embeds)
         skips = encode(network, convolve(network.conv_in, sample), biases, contexts)
@@ -136,79 +186,18 @@ class UnetNetwork(nn.Module):
                 hidden = _transformer(transformer, hidden, contexts)
             for upsampler in block.upsamplers or ():
                 hidden = upsample(upsampler, hidden)
-        return (convolve(network.conv_out, F.silu(group_norm(network.conv_norm_out, hidden))),)
+        return convolve(network.conv_out, F.silu(group_norm(network.conv_norm_out, hidden)))
 
 
-class GuidedUnetNetwork(UnetNetwork):
-    """Both halves of classifier-free guidance against zeros in one call, for an even batch.
-
-    The first half of the batch is conditional. The second half is unconditional and has the same latents, so its
-    entries of `sample` and `keys_values` are not read. Up to the first ResNet bias both halves are equal, and they are
-    computed once.
-    """
-
-    def forward(self, sample: Tensor, time_embeds: Tensor, keys_values: Tensor) -> tuple[Tensor, ...]:
-        half = sample.shape[0] // 2
-        return super().forward(sample[:half], time_embeds, keys_values[:half])
-
-
-class BandUnetNetwork(UnetNetwork):
-    """A UNet that computes one band of the image, and takes and returns whole latents: see `bands`.
-
-    In `plain_operations` it computes the whole image, to validate engines against it. It has no Winograd convolutions,
-    whose transforms are fused with group norm and would normalize the zeros around the image.
-    """
-
-    def __init__(self, network: Any, bands: int) -> None:
-        super().__init__(network)
-        self.bands = bands
-
-    def forward(self, sample: Tensor, time_embeds: Tensor, keys_values: Tensor) -> tuple[Tensor, ...]:
-        if is_plain():
-            return super().forward(sample, time_embeds, keys_values)
-        with divided(self.bands):
-            [noise] = super().forward(own_rows(sample, self.bands), time_embeds, keys_values)
-            return (whole_image(noise),)
-
-
-class ControlledUnetNetwork(UnetNetwork):
-    """A UNet that adds the outputs of ControlNets to its skip connections and to the result of its middle block."""
-
-    def forward(
-        self, sample: Tensor, time_embeds: Tensor, keys_values: Tensor, *residuals: Tensor
-    ) -> tuple[Tensor, ...]:
-        return self._predict(sample, time_embeds, self.widths.contexts(keys_values), residuals)
-
-
-class ImagePromptUnetNetwork(UnetNetwork):
-    """A UNet that also attends to the tokens of reference images, and may add the outputs of ControlNets.
-
-    image_keys, image_values: [batch, adapters, tokens, width of all keys]. image_bias: float32 [batch, adapters,
-    tokens], added to the scores of the attention. The tokens of each adapter have an attention of their own. Zeros for
-    an image without reference images: attention to values of zero adds nothing.
-    """
-
-    def forward(  # type: ignore[override]
-        self,
-        sample: Tensor,
-        time_embeds: Tensor,
-        keys_values: Tensor,
-        image_keys: Tensor,
-        image_values: Tensor,
-        image_bias: Tensor,
-        *residuals: Tensor,
-    ) -> tuple[Tensor, ...]:
-        widths = self.widths.text[::2]
-        images = zip(
-            torch.split(image_keys.flatten(1, 2), widths, dim=-1),
-            torch.split(image_values.flatten(1, 2), widths, dim=-1),
-            strict=True,
-        )
-        contexts = (
-            context._replace(image=ImageContext(keys, values, image_bias))
-            for context, (keys, values) in zip(self.widths.contexts(keys_values), images, strict=True)
-        )
-        return self._predict(sample, time_embeds, contexts, residuals)
+_CODE_NAMES = {
+    frozenset[str](): "UnetNetwork",
+    frozenset({GUIDED_ZEROS}): "GuidedUnetNetwork",
+    frozenset({CONTROL}): "ControlledUnetNetwork",
+    frozenset({IMAGE_PROMPT}): "ImagePromptUnetNetwork",
+    frozenset({IMAGE_PROMPT, CONTROL}): "ImagePromptUnetNetwork",
+    frozenset({LORA}): "LowRankUnetNetwork",
+    frozenset({LORA, GUIDED_ZEROS}): "GuidedLowRankUnetNetwork",
+}
 
 
 class Context(NamedTuple):
@@ -230,14 +219,22 @@ class BlockWidths:
         """Return the biases of the ResNet blocks, in order."""
         return iter(torch.split(time_embeds, self.time, dim=-1))
 
-    def contexts(self, keys_values: Tensor | None = None) -> Iterator[Context]:
-        """Return the keys and values of the cross-attentions, in order."""
+    def contexts(self, keys_values: Tensor | None = None, *images: Tensor) -> Iterator[Context]:
+        """Return the keys and values of the cross-attentions, in order.
+
+        `images`: keys, values and the bias of reference images, see `StepUnet`; nothing: without them.
+        """
         parts = () if keys_values is None else torch.split(keys_values, self.text, dim=-1)
-        return map(Context, parts[::2], parts[1::2])
+        if not images:
+            return map(Context, parts[::2], parts[1::2])
+        *keys_and_values, bias = images
+        keys, values = (torch.split(one.flatten(1, 2), self.text[::2], dim=-1) for one in keys_and_values)
+        of_images = (ImageContext(*pair, bias) for pair in zip(keys, values, strict=True))
+        return map(Context, parts[::2], parts[1::2], of_images)
 
 
 def prepare_blocks(network: Any, use_winograd: bool) -> BlockWidths:
-    """Write the blocks of a UNet or ControlNet in the form that `encode` and `UnetNetwork` run."""
+    """Write the blocks of a UNet or ControlNet in the form that `encode` and `StepUnet` run."""
     time = [block.time_emb_proj.out_features for block in resnets(network)]
     text = [block.attn2.to_k.out_features for block in transformer_blocks(network) for _ in ("keys", "values")]
     for transformer in transformers(network):

@@ -6,20 +6,11 @@ from typing import Any
 
 from torch import nn
 
-from engine_builder.kernels.low_rank import GuidedLowRankUnetNetwork, LowRankUnetNetwork
 from engine_builder.networks.controlnet import ControlnetImageNetwork, ControlnetNetwork, controlnet_time_network
 from engine_builder.networks.ip_adapter import ImageEncoderNetwork, IpAdapterNetwork
 from engine_builder.networks.safety_checker import SafetyCheckerNetwork
 from engine_builder.networks.text import FinalTextNetwork, PooledTextNetwork, TextNetwork
-from engine_builder.networks.unet import (
-    BandUnetNetwork,
-    ControlledUnetNetwork,
-    GuidedUnetNetwork,
-    ImagePromptUnetNetwork,
-    UnetNetwork,
-    UnetTextNetwork,
-    time_network,
-)
+from engine_builder.networks.unet import StepUnet, UnetTextNetwork, time_network
 from engine_builder.networks.vae import VaeDecoderNetwork, VaeEncoderNetwork
 
 
@@ -28,15 +19,13 @@ class Wrapper:
     """A wrapper, and the class that reads its network from a checkpoint.
 
     `other_classes`: those that a network's config.json may name instead. `wrap` takes the network and, if
-    `accepts_winograd`, the option `use_winograd`, if `accepts_rank`, `rank`, and if `accepts_bands`, `bands`.
+    `accepts_winograd`, the option `use_winograd`.
     """
 
     package: str
     class_name: str
     wrap: Callable[..., nn.Module]
     accepts_winograd: bool = False
-    accepts_rank: bool = False
-    accepts_bands: bool = False
     other_classes: tuple[str, ...] = ()
 
     def class_of(self, config: Mapping[str, Any]) -> str:
@@ -55,13 +44,7 @@ WRAPPERS = {
     "PooledTextNetwork": Wrapper("transformers", "CLIPTextModelWithProjection", PooledTextNetwork),
     "UnetTextNetwork": Wrapper(*_UNET, UnetTextNetwork),
     "UnetTimeNetwork": Wrapper(*_UNET, time_network),
-    "UnetNetwork": Wrapper(*_UNET, UnetNetwork, accepts_winograd=True),
-    "LowRankUnetNetwork": Wrapper(*_UNET, LowRankUnetNetwork, accepts_winograd=True, accepts_rank=True),
-    "GuidedLowRankUnetNetwork": Wrapper(*_UNET, GuidedLowRankUnetNetwork, accepts_winograd=True, accepts_rank=True),
-    "GuidedUnetNetwork": Wrapper(*_UNET, GuidedUnetNetwork, accepts_winograd=True),
-    "BandUnetNetwork": Wrapper(*_UNET, BandUnetNetwork, accepts_bands=True),
-    "ControlledUnetNetwork": Wrapper(*_UNET, ControlledUnetNetwork, accepts_winograd=True),
-    "ImagePromptUnetNetwork": Wrapper(*_UNET, ImagePromptUnetNetwork, accepts_winograd=True),
+    "StepUnet": Wrapper(*_UNET, StepUnet, accepts_winograd=True),
     "ImageEncoderNetwork": Wrapper("transformers", "CLIPVisionModelWithProjection", ImageEncoderNetwork),
     "IpAdapterNetwork": Wrapper("diffusers", "IPAdapter", IpAdapterNetwork),  # of a file, not of a class's folder
     "ControlnetTextNetwork": Wrapper(*_CONTROLNET, UnetTextNetwork, other_classes=_UNION),

@@ -10,6 +10,7 @@ from engine_builder.quantization.quantize import QuantizedLayer, quantize_networ
 from engine_builder.quantization.ranges import InputRange
 from engine_builder.quantization.record import find_calibration
 from engine_builder.stores.store import WritableStore
+from model.engines.features import parse_name
 from model.pipeline.components import COMPONENTS, find_component, unets
 from model.pipeline.spec import VAE_DECODER
 from model.store.manifest import Fp16Steps
@@ -59,8 +60,7 @@ class Quantization:
 
 def _calibrated_component(component: str) -> str:
     """Return the component whose calibration a component, or a variant of one, uses."""
-    spec, _ = find_component(component)
-    return spec.replaces or spec.name
+    return parse_name(component).component if find_component(component).is_quantizable else component
 
 
 def plan_quantization(

@@ -104,7 +104,7 @@ def check_fp16_steps(manifest: Manifest) -> None:
         return
     in_fp16 = {(e.component, e.target, e.bucket) for e in manifest.engines if e.precision == FP16}
     for engine in quantized_engines(manifest):
-        is_unet = find_component(engine.component)[0].phase == "step"
+        is_unet = find_component(engine.component).phase == "step"
         if is_unet and (engine.component, engine.target, engine.bucket) not in in_fp16:
             raise MissingFp16Engines(
                 f"The policy of {manifest.model} runs steps in fp16, and an engine of {engine.component} for "

@@ -70,7 +70,7 @@ def _refuse_emulated(store: WritableStore, model: str, engines: list[EngineRecor
 def _mismatches(manifest: Manifest, engines: list[EngineRecord], report: ValidationReport) -> list[str]:
     """Return a sentence for each way in which a report is not about these 8-bit engines, which are all for GPUs."""
     found = []
-    unets = [engine for engine in engines if find_component(engine.component)[0].phase == "step"]
+    unets = [engine for engine in engines if find_component(engine.component).phase == "step"]
     replaced = {(engine.component, engine.target) for engine in unets}
     allowed = {FP16.name} | {
         engine.precision.name

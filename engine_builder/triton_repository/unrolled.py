@@ -18,11 +18,11 @@ from engine_builder.triton_repository.write_repository import RepositoryError, V
 from model.denoising.buffers import SAMPLE, entry_shape
 from model.denoising.edm_schedule import schedule_from_dict
 from model.denoising.samplers import COEFFICIENTS, KNOWN_COEFFICIENTS, sampler_schedule
+from model.engines.features import CONTROLNET_INPUTS
 from model.engines.signatures import KEYS_VALUES, TIMESTEP_COND, control_types
 from model.loading.served import read_defaults
-from model.pipeline.components import FAMILIES
+from model.pipeline.components import FAMILIES, find_component
 from model.pipeline.spec import (
-    CONTROL_COMPONENTS,
     CONTROLNET,
     CONTROLNET_TIME,
     VAE_DECODER,
@@ -43,7 +43,7 @@ CONTROL_IMAGE, CONTROL_SCALE, CONTROL_MODE = "control_image", "control_scale", "
 # Requests with texts of several lengths have several shapes. The conditioner conditions one image after the other.
 _NOT_MERGED = ("tokenizer", "conditioner")
 OF_TEXTS = (KEYS_VALUES, "time_embeds")  # of a ControlNet's inputs, those that differ by text
-CONTROL_BY_STEP = CONTROL_COMPONENTS[CONTROLNET].by_step
+CONTROL_BY_STEP = tuple(one.name for one in CONTROLNET_INPUTS if one.by_step)
 INPUT_IMAGE, STRENGTH, MASK = "input_image", "strength", "mask"  # the ensemble's output is named `image`
 _WARMUP = {"tokenizer": {"prompt": b"warm up"}, "denoiser": {END: (1).to_bytes(4, "little")}}  # other inputs are zeros
 KNOWN, KNOWN_NOISE, LATENT_MASK = "known", "known_noise", "latent_mask"
@@ -58,9 +58,9 @@ def components_of_model(name: str, manifest: Manifest) -> tuple[str, ...]:
     """Return the components that a model of the unrolled pipeline loads."""
     denoiser = FAMILIES[manifest.family].base
     encoders = tuple(encoder for encoder, _ in denoiser.text_encoders)
-    controls = control_components(controls_of(manifest))
-    in_steps = (denoiser.unet, *(spec.name for spec in controls if spec.phase == "step"))
-    conditioning = (denoiser.text, denoiser.time, *(spec.name for spec in controls if spec.phase != "step"))
+    of_steps = {name: find_component(name).phase == "step" for name in control_components(controls_of(manifest))}
+    in_steps = (denoiser.unet, *(name for name, runs in of_steps.items() if runs))
+    conditioning = (denoiser.text, denoiser.time, *(name for name, runs in of_steps.items() if not runs))
     conditioning += (VAE_ENCODER,) if takes_image(manifest) else ()
     used = {"text_encoders": encoders, "conditioner": conditioning, "denoiser": in_steps}
     return used.get(name, (VAE_DECODER,) if name == "vae_decoder" else ())

@@ -1,21 +1,21 @@
 """The device buffers of a graph loop. Their shapes follow from signatures, before anything is loaded."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from model.denoising.samplers import COEFFICIENTS, KNOWN_COEFFICIENTS
+from model.engines.features import Input
 from model.engines.shapes import shape_at
-from model.engines.signatures import IMAGE_BIAS, IMAGE_KEYS, IMAGE_VALUES, TOKENS, control_input, residuals_of
+from model.engines.signatures import TOKENS
 from model.store.manifest import Signature, TensorSpec
 from model.store.precision import DTYPE_BYTES, Dtype
 from model.validation import MAX_STEPS
 
 SAMPLE = "sample"  # the input of a step's networks that the loop computes: the scaled latents
-# Prefixes of the names of a conditioning input's buffers: indexed by slot, and by entry of the UNet's batch.
-COND_BY_SLOT, COND_BY_ENTRY = "cond ", "batch "
-RESIDUAL = "residual "  # prefix of the buffers that hold the sum of the outputs of ControlNets
+# Prefixes of the names of buffers: of conditioning by slot and by entry of a call, of sums, and of mappings.
+BY_SLOT, BY_ENTRY, SUM, MAPPING = "slot ", "entry ", "sum ", "mapping "
+MAPPING_ROWS = 3  # conditioning slot, latent slot and output row of each entry
 
 
 @dataclass(frozen=True)
@@ -30,33 +30,34 @@ class BufferShape:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
-def conditioning_inputs(networks: Sequence[Signature]) -> dict[str, TensorSpec]:
-    """Return the inputs of a step's networks that neither an earlier network nor the loop computes.
+@dataclass(frozen=True)
+class NetworkShape:
+    """What the buffers of a network of a step depend on.
 
-    `networks` are in the order in which they run. The loop computes `sample`.
+    name: unique among the networks of a loop.
+    batches: of its engines, on all ranks together.
+    inputs: those that its signature may have besides `sample`.
+    prefix: of their names in a conditioning.
     """
-    conditioning: dict[str, TensorSpec] = {}
-    computed = {SAMPLE}
-    for network in networks:
-        conditioning |= {spec.name: spec for spec in network.inputs if spec.name not in computed}
-        computed |= {spec.name for spec in network.outputs}
-    return conditioning
 
+    name: str
+    signature: Signature
+    batches: tuple[int, ...]
+    inputs: tuple[Input, ...]
+    prefix: str = ""
 
-def control_inputs(controlnets: Mapping[str, Signature]) -> dict[str, TensorSpec]:
-    """Return the inputs of ControlNets, by their names in an image's conditioning. The loop computes `sample`."""
-    return {
-        control_input(name, spec.name): spec
-        for name, signature in controlnets.items()
-        for spec in signature.inputs
-        if spec.name != SAMPLE
-    }
+    @property
+    def conditioning(self) -> dict[str, tuple[TensorSpec, Input]]:
+        """The inputs that an image's conditioning has, by their names there."""
+        return {self.prefix + spec.name: (spec, one) for spec, one in self._matched() if not one.added}
 
+    @property
+    def sums(self) -> list[TensorSpec]:
+        """The inputs to which other networks add their outputs."""
+        return [spec for spec, one in self._matched() if one.added]
 
-def image_inputs(unet: Signature | None) -> dict[str, TensorSpec]:
-    """Return the inputs of a UNet that an image's conditioning has for IP-Adapters. None: no such UNet."""
-    names = (IMAGE_KEYS, IMAGE_VALUES, IMAGE_BIAS)
-    return {spec.name: spec for spec in (unet.inputs if unet else ()) if spec.name in names}
+    def _matched(self) -> Iterator[tuple[TensorSpec, Input]]:
+        return ((spec, one) for spec in self.signature.inputs for one in self.inputs if one.matches(spec.name))
 
 
 def entry_shape(spec: TensorSpec, height: int, width: int) -> tuple[int, ...]:
@@ -67,54 +68,56 @@ def entry_shape(spec: TensorSpec, height: int, width: int) -> tuple[int, ...]:
     return shape_at(spec.shape[1:], {"height": height, "width": width, TOKENS: 1})
 
 
-def buffer_shapes(
-    networks: Sequence[Signature],
-    by_step: Collection[str],
-    height: int,
-    width: int,
-    batches: Sequence[int],
-    controlnets: Mapping[str, Signature] = MappingProxyType({}),
-    image_prompted: Signature | None = None,
-) -> dict[str, BufferShape]:
+def slot_counts(networks: Sequence[NetworkShape]) -> tuple[int, int]:
+    """Return the numbers of latent slots and conditioning slots of a loop. The first network is the plain denoiser.
+
+    Each image owns one latent slot and one or two conditioning slots. There are as many as its largest batch has
+    entries, and at least two conditioning slots: an engine of batch 1 runs twice for a guided image.
+    """
+    largest = max(networks[0].batches)
+    return largest, max(largest, 2)
+
+
+def buffer_shapes(networks: Sequence[NetworkShape], height: int, width: int) -> dict[str, BufferShape]:
     """Return the buffers of a loop at `height` x `width` pixels, by name.
 
-    `networks`: the networks that run in a step, the UNet last. `by_step`: see `model.denoising.loop.StepNetworks`.
-    `batches`: the batch sizes of the UNet's engines. `controlnets`: those of the release, by name. `image_prompted`:
-    the UNet of steps with an IP-Adapter; None: the release has none.
+    `networks`: the plain denoiser, its variants, and the networks before it.
 
-    Each image owns one latent slot and one or two conditioning slots. There are as many latent slots as the largest
-    batch has entries. If an engine of batch 1 exists, there are at least two conditioning slots, because it runs twice
-    for a guided image.
-
-    Conditioning that is the same in all steps is stored twice: by slot and by batch entry. Conditioning that differs by
-    step is stored by slot only.
+    Conditioning that is the same in all steps is stored twice: by slot and by entry of a call. Conditioning that
+    differs by step is stored by slot only.
     """
-    slots, cond_slots = max(batches), max(*batches, 2 if 1 in batches else 1)
-    [sample] = [spec for spec in networks[-1].inputs if spec.name == SAMPLE]
-    [noise] = networks[-1].outputs
-    latents = BufferShape((slots, *entry_shape(noise, height, width)))
+    latent_slots, cond_slots = slot_counts(networks)
+    entries = max(max(network.batches) for network in networks)
+    plain = networks[0].signature
+    [sample] = [spec for spec in plain.inputs if spec.name == SAMPLE]
+    [noise] = plain.outputs
+    latent = entry_shape(noise, height, width)
+    latents = BufferShape((latent_slots, *latent))
     shapes = {
         "latents": latents,
         "previous": latents,
         "noise": latents,
         "known": latents,
         "known_noise": latents,
-        "mask": BufferShape((slots, 1, *latents.shape[2:])),
-        "model_input": BufferShape((slots, *entry_shape(sample, height, width)), sample.dtype),
+        "mask": BufferShape((latent_slots, 1, *latent[1:])),
+        "model_input": BufferShape((latent_slots, *entry_shape(sample, height, width)), sample.dtype),
+        # Nobody reads the last row of this one, and of the sums: the entries that pad a batch write to it.
+        "predictions": BufferShape((cond_slots + 1, *latent), noise.dtype),
         # The guidance scale and its rescaling are last.
-        "coefficients": BufferShape((slots, MAX_STEPS, len(COEFFICIENTS + KNOWN_COEFFICIENTS) + 2)),
-        "steps": BufferShape((slots,), "int64"),
-        "slot_indices": BufferShape((slots,), "int64"),
-        "mapping": BufferShape((2 * (cond_slots + slots),), "int64"),
+        "coefficients": BufferShape((latent_slots, MAX_STEPS, len(COEFFICIENTS + KNOWN_COEFFICIENTS) + 2)),
+        "steps": BufferShape((latent_slots,), "int64"),
+        "slot_indices": BufferShape((latent_slots,), "int64"),
+        "pairs": BufferShape((2, latent_slots), "int64"),
     }
-    residuals = [spec for signature in controlnets.values() for spec in signature.outputs]  # the same of each
-    for spec in (*residuals, *(residuals_of(image_prompted) if image_prompted else ())):
-        shapes[RESIDUAL + spec.name] = BufferShape((cond_slots, *entry_shape(spec, height, width)), spec.dtype)
-    conditioning = conditioning_inputs(networks) | control_inputs(controlnets) | image_inputs(image_prompted)
-    for name, spec in conditioning.items():
-        entry = entry_shape(spec, height, width)
-        if name in by_step:
-            shapes[COND_BY_SLOT + name] = BufferShape((cond_slots, MAX_STEPS, *entry), spec.dtype)
-        else:
-            shapes[COND_BY_SLOT + name] = shapes[COND_BY_ENTRY + name] = BufferShape((cond_slots, *entry), spec.dtype)
+    for network in networks:
+        shapes[MAPPING + network.name] = BufferShape((MAPPING_ROWS, max(network.batches)), "int64")
+        for spec in network.sums:
+            shapes[SUM + spec.name] = BufferShape((entries + 1, *entry_shape(spec, height, width)), spec.dtype)
+        for name, (spec, one) in network.conditioning.items():
+            slots, entry = latent_slots if one.scope == "image" else cond_slots, entry_shape(spec, height, width)
+            if one.by_step:
+                shapes[BY_SLOT + name] = BufferShape((slots, MAX_STEPS, *entry), spec.dtype)
+            else:
+                shapes[BY_SLOT + name] = BufferShape((slots, *entry), spec.dtype)
+                shapes[BY_ENTRY + name] = BufferShape((entries, *entry), spec.dtype)
     return shapes

@@ -1,4 +1,4 @@
-"""The denoising loop op by op, in the smallest bucket that holds the active images. Runs on any device."""
+"""The denoising loop op by op, in the smallest buckets that hold the active images. Runs on any device."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,8 @@ import torch
 from numpy.typing import NDArray
 
 from model.denoising.buffers import SAMPLE, entry_shape
-from model.denoising.loop import ImageState, StepNetworks, has_room
+from model.denoising.loop import ImageState, has_room
+from model.denoising.networks import Denoiser
 from model.denoising.prediction import predict_noise
 from model.denoising.samplers import KNOWN_COEFFICIENTS, pad_schedules
 from model.denoising.step import advance, draw_noise, keep_known
@@ -28,11 +29,11 @@ class _Tensors:
 class EagerLoop:
     """Implements `model.denoising.loop.Loop`."""
 
-    def __init__(self, networks: StepNetworks, height: int, width: int) -> None:
-        """`height` and `width` in pixels. Raises EngineError if no engine of the UNet serves them."""
-        self.capacity = self.efficient_batch = networks.ranks.size * networks.unet.max_batch(height, width)
+    def __init__(self, denoiser: Denoiser, height: int, width: int) -> None:
+        """`height` and `width` in pixels. Raises EngineError if no engine of the denoiser serves them."""
+        self.capacity = self.efficient_batch = denoiser.ranks.size * denoiser.plain.engines.max_batch(height, width)
         self.images: list[ImageState] = []
-        self._networks = networks
+        self._denoiser = denoiser
         self._height, self._width = height, width
         self._tensors: dict[ImageState, _Tensors] = {}
 
@@ -40,17 +41,12 @@ class EagerLoop:
         assert image.step < image.plan.steps and has_room(self, image.unet_batch)
         image.wait_for_inputs()
         coefficients = pad_schedules([image.plan.schedule], image.plan.steps)[1][0]
-        previous = torch.zeros_like(image.latents) if image.denoised is None else image.denoised.clone()
-        self._tensors[image] = _Tensors(image.latents.clone(), previous, coefficients)
+        self._tensors[image] = _Tensors(image.latents.clone(), torch.zeros_like(image.latents), coefficients)
         self.images.append(image)
 
     def remove(self, image: ImageState) -> None:
         self.images.remove(image)
         del self._tensors[image]
-
-    def take(self, image: ImageState) -> None:
-        image.latents, image.denoised = self._tensors[image].x, self._tensors[image].previous
-        self.remove(image)
 
     @torch.inference_mode()
     def step(self) -> list[ImageState]:
@@ -61,7 +57,7 @@ class EagerLoop:
         coefficients = torch.from_numpy(np.stack(of_steps)).to(x.device)  # [images, 9]
         c_in, *update = coefficients.T.reshape(-1, len(images), 1, 1, 1)
         update, keep = update[: -len(KNOWN_COEFFICIENTS)], update[-len(KNOWN_COEFFICIENTS) :]
-        eps = predict_noise(self._networks, images, self._model_input(c_in * x), self._height, self._width)
+        eps = predict_noise(self._denoiser, images, self._model_input(c_in * x), self._height, self._width)
         advance(x, previous, eps, draw_noise(images, x), update)
         for index, image in enumerate(images):
             if image.known is not None:
@@ -83,7 +79,7 @@ class EagerLoop:
 
     def _model_input(self, scaled: torch.Tensor) -> torch.Tensor:
         """Return the UNet's input of each image: its scaled latents, and its extra channels if the UNet has more."""
-        [sample] = [spec for spec in self._networks.unet.signature.inputs if spec.name == SAMPLE]
+        [sample] = [spec for spec in self._denoiser.plain.engines.signature.inputs if spec.name == SAMPLE]
         channels, *sides = entry_shape(sample, self._height, self._width)
         missing = (1, channels - scaled.shape[1], *sides)
         if not missing[1]:

@@ -4,54 +4,19 @@ Each image's result is independent of the other images in the batch. Loops do no
 HTTP: `model.pipeline` makes the image states and chooses the implementation.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from model.cuda.streams import Outputs
-from model.denoising.ranks import ALONE, Ranks
 from model.denoising.step_plan import StepPlan
-from model.engines.engine import EngineSet
 from model.images.pending import PendingImage
-from model.store.manifest import Signature
 
 LOCAL = {"local": True}
 """Metadata of a field that no loop reads: other ranks get its default."""
 _NO_LATENTS = torch.empty(0)
-
-
-@dataclass(frozen=True)
-class StepNetworks:
-    """The engines that run in each step: `before`, in order, then `unet`.
-
-    The outputs of one are inputs of the next by name. `by_step`: the names of the inputs that differ by step.
-
-    controlled: takes the place of `unet` in a step in which an image uses a ControlNet. It also takes the sum of the
-        outputs of `controlnets`, by name.
-    controlnets: by name. Each runs for the images that use it (`StepPlan.controls`).
-    image_prompted: takes the place of `unet` in a step in which an image uses an IP-Adapter, also with a ControlNet.
-    ranks: those that divide the batch of a step.
-    """
-
-    unet: EngineSet
-    by_step: Collection[str]
-    before: tuple[EngineSet, ...] = ()
-    controlled: EngineSet | None = None
-    controlnets: Mapping[str, EngineSet] = field(default_factory=dict)
-    image_prompted: EngineSet | None = None
-    ranks: Ranks = ALONE
-
-    @property
-    def signatures(self) -> tuple[Signature, ...]:
-        """In the order in which they run, without ControlNets."""
-        return tuple(engines.signature for engines in (*self.before, self.unet))
-
-    @property
-    def control_signatures(self) -> dict[str, Signature]:
-        """The signature of each ControlNet by name."""
-        return {name: engines.signature for name, engines in self.controlnets.items()}
 
 
 @dataclass
@@ -90,8 +55,6 @@ class ImageState:
     plan, step: the steps of the loop that the image is in or waits for, and the number of finished ones.
     stage: the number of the runner's stages that it has begun.
     latents: float32 [1, channels, height/8, width/8]. While the image is in a loop, these are those it joined with.
-    denoised: the estimate after the last step, if another loop ran it (`Loop.take`); otherwise None. Some samplers use
-        it in the next step.
     known: what each step keeps of an image outside of a mask; None: nothing.
     extra_channels: for a UNet with more input channels than latents, its last channels, [1, channels, height/8,
         width/8]. None: zeros.
@@ -107,7 +70,6 @@ class ImageState:
     generator: torch.Generator
     plan: StepPlan
     latents: torch.Tensor = _NO_LATENTS
-    denoised: torch.Tensor | None = None
     cond: Conditioning = field(default_factory=Conditioning)
     uncond: Conditioning | None = None
     step: int = 0
@@ -137,9 +99,19 @@ class ImageState:
         return self.unet_batch == 2
 
     @property
-    def active_controls(self) -> tuple[str, ...]:
-        """The ControlNets that the next step uses."""
-        return tuple(name for name, used in self.plan.controls.items() if used[self.step])
+    def needs(self) -> frozenset[str]:
+        """The features that the next step needs, see `model.engines.features`."""
+        return self.plan.needs[self.step]
+
+    @property
+    def used_networks(self) -> tuple[str, ...]:
+        """The networks before the denoiser that the next step uses."""
+        return tuple(name for name, used in self.plan.uses.items() if used[self.step])
+
+    @property
+    def is_exact(self) -> bool:
+        """True if the next step runs on a denoiser that is not quantized."""
+        return bool(self.plan.exact[self.step])
 
     @property
     def unet_batch(self) -> int:
@@ -170,12 +142,6 @@ class Loop(Protocol):
     def remove(self, image: ImageState) -> None:
         """Drop an image before the next step. Other images are unaffected."""
 
-    def take(self, image: ImageState) -> None:
-        """Remove an image, with its state in `image.latents` and `image.denoised`, so that another loop continues it.
-
-        Its conditioning must be set again if the loop cleared it.
-        """
-
     def step(self) -> list[ImageState]:
         """Run one step of all active images, each at its own `image.step`, which is then incremented.
 
@@ -188,16 +154,6 @@ class Loop(Protocol):
 
         Before its first step these are zeros.
         """
-
-
-def repeat_tokens(keys_values: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Repeat the keys and values of a text [own tokens, width] until they are `tokens`, a multiple of their number.
-
-    Attention to keys that are all repeated equally often is attention to them once: each weight of the softmax is
-    divided among the copies. So texts of different lengths share a batch without a mask.
-    """
-    assert tokens % len(keys_values) == 0
-    return keys_values if len(keys_values) == tokens else keys_values.repeat(tokens // len(keys_values), 1)
 
 
 def unet_batch(images: Sequence[ImageState]) -> int:

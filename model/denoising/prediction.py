@@ -1,117 +1,122 @@
 """The prediction of one denoising step op by op: the networks of a step for images that are each at their own step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from model.denoising.buffers import SAMPLE, entry_shape
-from model.denoising.loop import Conditioning, ImageState, StepNetworks, repeat_tokens
+from model.denoising.inputs import gather_inputs, repeat_tokens
+from model.denoising.loop import Conditioning, ImageState
+from model.denoising.networks import Denoiser, DenoiserVariant
 from model.denoising.step import guide
+from model.engines.features import Input, denoiser_inputs
 from model.engines.shapes import DTYPES
-from model.engines.signatures import KEYS_VALUES, control_input
 from model.store.manifest import TensorSpec
+
+_Texts = Sequence[tuple[Conditioning, ImageState]]
+"""A text and its image for each entry of a batch."""
 
 
 def predict_noise(
-    networks: StepNetworks, images: Sequence[ImageState], model_input: torch.Tensor, height: int, width: int
+    denoiser: Denoiser, images: Sequence[ImageState], model_input: torch.Tensor, height: int, width: int
 ) -> torch.Tensor:
     """Return the guided prediction for the next step of each image, float32 [images, channels, height/8, width/8].
 
-    The UNet's batch has the unconditional halves first. Each rank runs its share of it. model_input: the UNet's input
-    of each image, with its extra channels if the UNet has more than latents. height, width: in pixels. Raises
+    The batch of a call has the unconditional halves first. Each rank runs its share of it. model_input: the UNet's
+    input of each image, with its extra channels if the UNet has more than latents. height, width: in pixels. Raises
     EngineError.
     """
-    of_step = _Step(networks, height, width)
-    guided = [index for index, image in enumerate(images) if image.guided]
-    order = [*guided, *range(len(images))]
-    halves = [(images[index].uncond, images[index].step) for index in guided]
-    halves += [(image.cond, image.step) for image in images]
-    share = networks.ranks.share(len(order))
-    order = [order[entry] for entry in share]
-    entries = [(conditioning, step) for conditioning, step in (halves[entry] for entry in share) if conditioning]
-    tensors = {SAMPLE: model_input[torch.tensor(order, device=model_input.device)]}
-    unet = networks.unet
-    residuals = of_step.control([images[index] for index in order], entries, tensors[SAMPLE])
-    tensors |= residuals
-    if any(image.plan.image_prompts for image in images):
-        assert networks.image_prompted is not None
-        unet = networks.image_prompted
-    elif residuals:
-        assert networks.controlled is not None
-        unet = networks.controlled
-    for engines in (*networks.before, unet):
-        inputs = {
-            spec.name: tensors[spec.name].to(DTYPES[spec.dtype])
-            if spec.name in tensors
-            else of_step.stack(spec, spec.name, entries, model_input.device)
-            for spec in engines.signature.inputs
-        }
-        tensors |= engines.run(inputs, height, width)
-    eps = networks.ranks.gather(tensors["noise"])[: len(halves)].float()
-    uncond, cond = eps[: len(guided)], eps[len(guided) :]
-    if guided:
-        cond = cond.clone()
-        index_of_guided = torch.tensor(guided, device=eps.device)
-        plans = [(images[i].plan, images[i].step) for i in guided]
-        pairs = [(float(plan.guidance[step]), plan.guidance_rescale) for plan, step in plans]
-        scale, rescale = torch.tensor(pairs, device=eps.device).T.reshape(2, -1, 1, 1, 1)
-        cond[index_of_guided] = guide(uncond, cond[index_of_guided], scale, rescale)
-    return cond
+    size, device = _Size(height, width), model_input.device
+    calls = denoiser.calls(images)
+    if len(calls) == 1:
+        return size.predict(denoiser, calls[0][0], images, model_input)
+    predicted: dict[ImageState, torch.Tensor] = {}
+    for variant, members in calls:
+        indices = torch.tensor([images.index(image) for image in members], device=device)
+        eps = size.predict(denoiser, variant, members, model_input[indices])
+        predicted |= zip(members, torch.split(eps, 1), strict=True)
+    return torch.cat([predicted[image] for image in images])
 
 
 @dataclass(frozen=True)
-class _Step:
-    """The networks of a step at a size in pixels."""
+class _Size:
+    """Calls at a size in pixels."""
 
-    networks: StepNetworks
     height: int
     width: int
 
-    def control(
-        self, images: Sequence[ImageState], entries: Sequence[tuple[Conditioning, int]], sample: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
-        """Return the sum of the outputs of all ControlNets that the next step uses, by name. Empty if it uses none.
-
-        `images`: the image of each batch entry. Each ControlNet runs for the entries of the images that use it.
-        """
-        residuals: dict[str, torch.Tensor] = {}
-        for controlnet, engines in self.networks.controlnets.items():
-            users = [entry for entry, image in enumerate(images) if controlnet in image.active_controls]
-            if not users:
-                continue
-            inputs = {
-                spec.name: sample[users, : int(spec.shape[1])].to(DTYPES[spec.dtype])
-                if spec.name == SAMPLE
-                else self.stack(
-                    spec, control_input(controlnet, spec.name), [entries[user] for user in users], sample.device
-                )
-                for spec in engines.signature.inputs
-            }
-            for name, output in engines.run(inputs, self.height, self.width).items():
-                if name not in residuals:
-                    residuals[name] = output.new_zeros((len(images), *output.shape[1:]))
-                residuals[name][users] += output
-        return residuals
-
-    def stack(
-        self, spec: TensorSpec, name: str, entries: Sequence[tuple[Conditioning, int]], device: torch.device
+    def predict(
+        self, denoiser: Denoiser, variant: DenoiserVariant, images: Sequence[ImageState], model_input: torch.Tensor
     ) -> torch.Tensor:
-        """Return a conditioning input of several batch entries, each a conditioning and its step.
+        """Return the guided prediction of the images of one call."""
+        guided = [index for index, image in enumerate(images) if image.guided]
+        halves = [(images[index].uncond, index) for index in guided]
+        halves += [(image.cond, index) for index, image in enumerate(images)]
+        own = [halves[entry] for entry in denoiser.ranks.share(len(halves))]
+        texts = [(text, images[index]) for text, index in own if text is not None]
+        sample = model_input[torch.tensor([index for _, index in own], device=model_input.device)]
+        sums = self._sums(denoiser, variant, texts, sample)
+        inputs = partial(self._stack, denoiser_inputs(), texts, sample, sums)
+        outputs = variant.engines.run(gather_inputs(variant.engines.signature, inputs), self.height, self.width)
+        eps = denoiser.ranks.gather(outputs["noise"])[: len(halves)].float()
+        uncond, cond = eps[: len(guided)], eps[len(guided) :]
+        if guided:
+            cond = cond.clone()
+            index_of_guided = torch.tensor(guided, device=eps.device)
+            plans = [(images[i].plan, images[i].step) for i in guided]
+            pairs = [(float(plan.guidance[step]), plan.guidance_rescale) for plan, step in plans]
+            scale, rescale = torch.tensor(pairs, device=eps.device).T.reshape(2, -1, 1, 1, 1)
+            cond[index_of_guided] = guide(uncond, cond[index_of_guided], scale, rescale)
+        return cond
+
+    def _sums(
+        self, denoiser: Denoiser, variant: DenoiserVariant, texts: _Texts, sample: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """Return the sums of the outputs of the networks before the denoiser, by name. Each runs for its users."""
+        sums: dict[str, torch.Tensor] = {}
+        for network in denoiser.before:
+            users = [entry for entry, (_, image) in enumerate(texts) if network.name in image.used_networks]
+            if not users or network.feature not in variant.features:
+                continue
+            inputs = partial(self._stack, network.inputs, [texts[user] for user in users], sample[users], {})
+            given = gather_inputs(network.engines.signature, inputs, network.prefix)
+            for name, output in network.engines.run(given, self.height, self.width).items():
+                if name not in sums:
+                    sums[name] = output.new_zeros((len(texts), *output.shape[1:]))
+                sums[name][users] += output
+        return sums
+
+    def _stack(
+        self,
+        inputs: Sequence[Input],
+        texts: _Texts,
+        sample: torch.Tensor,
+        sums: Mapping[str, torch.Tensor],
+        spec: TensorSpec,
+        name: str,
+    ) -> torch.Tensor:
+        """Return an input of several batch entries. What a conditioning lacks is zeros.
 
         Texts are repeated until they are as long as the longest, or as the engine requires.
         """
-        tensors = [self._entry(spec, name, conditioning, step, device) for conditioning, step in entries]
-        if spec.name == KEYS_VALUES:
+        if spec.name == SAMPLE:
+            return sample[:, : int(spec.shape[1])]
+        if name in sums:
+            return sums[name]
+        one = next(one for one in inputs if one.matches(spec.name))
+        tensors = [self._entry(one, spec, name, text, image, sample.device) for text, image in texts]
+        if one.repeats:
             required = spec.shape[1]
             tokens = required if isinstance(required, int) else max(len(tensor) for tensor in tensors)
             tensors = [repeat_tokens(tensor, tokens) for tensor in tensors]
         return torch.stack(tensors)
 
     def _entry(
-        self, spec: TensorSpec, name: str, conditioning: Conditioning, step: int, device: torch.device
+        self, one: Input, spec: TensorSpec, name: str, text: Conditioning, image: ImageState, device: torch.device
     ) -> torch.Tensor:
-        """Return one batch entry of a conditioning input."""
-        if name not in conditioning.inputs:
+        found = (image.cond if one.scope == "image" else text).inputs.get(name)
+        if found is None:
             return torch.zeros(entry_shape(spec, self.height, self.width), dtype=DTYPES[spec.dtype], device=device)
-        return conditioning.inputs[name][step if name in self.networks.by_step else 0]
+        return found[image.step if one.by_step else 0]

@@ -1,12 +1,13 @@
 """The numbers of an image's steps on one denoiser: small, without tensors, and sent to other ranks as they are."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from model.denoising.samplers import SamplerSchedule
+from model.engines.features import CONTROL
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,8 +20,9 @@ class StepPlan:
         increase.
     requested_step: int64 [steps], the requested step that the evaluation belongs to, counted from the first step of
         all denoisers. Heun evaluates a denoiser twice in most of them.
-    controls: by ControlNet that the image uses, bool [steps], true where its outputs are added.
-    image_prompts: true if the steps use an IP-Adapter, whose inputs are in the conditioning.
+    needs: for each step the features that the denoiser must have, see `model.engines.features`.
+    uses: by network before the denoiser, bool [steps], true where its outputs are added.
+    exact: bool [steps], true if the step runs on a denoiser that is not quantized.
     """
 
     schedule: SamplerSchedule
@@ -28,10 +30,19 @@ class StepPlan:
     guidance_rescale: float
     entries: NDArray[np.int8]
     requested_step: NDArray[np.int64]
-    controls: Mapping[str, NDArray[np.bool_]] = field(default_factory=dict)
-    image_prompts: bool = False
+    needs: tuple[frozenset[str], ...]
+    uses: Mapping[str, NDArray[np.bool_]]
+    exact: NDArray[np.bool_]
 
     @property
     def steps(self) -> int:
         """The number of evaluations."""
         return self.schedule.steps
+
+
+def needs_by_step(
+    always: Collection[str], uses: Mapping[str, NDArray[np.bool_]], steps: int
+) -> tuple[frozenset[str], ...]:
+    """Return `StepPlan.needs`: `always`, and the feature "control" in the steps that use a network."""
+    is_controlled = np.any([*uses.values(), np.zeros(steps, np.bool_)], axis=0)
+    return tuple(frozenset(always) | ({CONTROL} if used else set()) for used in is_controlled)

@@ -31,17 +31,12 @@ class EngineSet:
     A batch runs in the smallest bucket that holds it, padded. If no bucket is large enough, it runs in several calls.
     """
 
-    def __init__(self, engines: Sequence[Engine], guided: Sequence[Engine] = ()) -> None:
-        """`engines`: at least one, all of one component. `guided`: those of its variant for images guided against
-        zeros. Its batch has the conditional halves first, then the unconditional ones in the same order.
-
-        Raises EngineError if their signatures differ.
-        """
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        """`engines`: at least one, all of one component. Raises EngineError if their signatures differ."""
         self.engines = sorted(engines, key=lambda engine: engine.bucket.batch.max)
-        self.guided = guided
         self.component = engines[0].component
         self.signature = engines[0].signature
-        if any(engine.signature != self.signature for engine in (*engines, *guided)):
+        if any(engine.signature != self.signature for engine in engines):
             raise EngineError(f"The {self.component} engines differ in what they take and return.")
 
     def run(self, inputs: Mapping[str, torch.Tensor], height: int = 0, width: int = 0) -> dict[str, torch.Tensor]:
@@ -85,10 +80,9 @@ class EngineSet:
             raise EngineError(f"No loaded {self.component} engine serves {width}x{height}.", "")
         return serving
 
-    def of_size(self, height: int, width: int, guided: bool = False) -> list[Engine]:
-        """Return the engines for that size, or those of the variant for guided images. The list may be empty."""
-        engines = self.guided if guided else self.engines
-        return [engine for engine in engines if engine.bucket.holds(engine.bucket.batch.min, height, width)]
+    def of_size(self, height: int, width: int) -> list[Engine]:
+        """Return the engines for that size. The list may be empty."""
+        return [engine for engine in self.engines if engine.bucket.holds(engine.bucket.batch.min, height, width)]
 
 
 def _smallest_batch(span: Span, needed: int) -> int:

@@ -21,7 +21,7 @@ IMAGE_BIAS = "image_bias"
 CONTROL_SCALE = "scale"  # what a ControlNet's outputs are multiplied by, as diffusers' controlnet_conditioning_scale
 KEYS_VALUES = "keys_values"  # of the cross-attentions, for each token of a text
 TOKENS = "tokens"  # the symbol of their number, in engines that take any
-TEXT_CHUNK_COUNTS = (1, 2, 4)  # of a prompt. Each divides the next, see `model.denoising.loop.repeat_tokens`
+TEXT_CHUNK_COUNTS = (1, 2, 4)  # of a prompt. Each divides the next, see `model.denoising.inputs.repeat_tokens`
 CLIP_SKIP = "clip_skip"  # which hidden states a text encoder returns
 
 
@@ -189,32 +189,20 @@ def unet_signature(widths: UnetWidths, dtype: Dtype) -> Signature:
     )
 
 
-def lora_unet_signature(widths: UnetWidths, dtype: Dtype) -> Signature:
-    """The inputs of `unet_signature` and the low-rank factors of all linears -> the predicted noise."""
-    plain = unet_signature(widths, dtype)
+def low_rank_inputs(widths: UnetWidths, dtype: Dtype) -> tuple[TensorSpec, ...]:
+    """Return the inputs of a UNet for the low-rank factors of all linears."""
     factors = ((LORA_DOWN, widths.lora_down), (LORA_UP, widths.lora_up))
-    inputs = (*plain.inputs, *(TensorSpec(name=name, dtype=dtype, shape=("rows", width)) for name, width in factors))
-    return Signature(inputs=inputs, outputs=plain.outputs)
+    return tuple(TensorSpec(name=name, dtype=dtype, shape=("rows", width)) for name, width in factors)
 
 
-def controlled_unet_signature(widths: UnetWidths, dtype: Dtype) -> Signature:
-    """A UNet that also takes the outputs of ControlNets: a tensor for each skip connection, and one for the middle."""
-    unet = unet_signature(widths, dtype)
-    return Signature(inputs=(*unet.inputs, *_residuals(widths, dtype)), outputs=unet.outputs)
+def image_prompt_inputs(widths: UnetWidths, dtype: Dtype) -> tuple[TensorSpec, ...]:
+    """Return the inputs of a UNet for reference images.
 
-
-def ip_unet_signature(widths: UnetWidths, dtype: Dtype) -> Signature:
-    """A UNet that also takes keys and values of reference images, and with ControlNets their outputs.
-
-    The inputs of images are [batch, adapters, tokens, width], the bias [batch, adapters, tokens].
+    Keys and values are [batch, adapters, tokens, width], the bias [batch, adapters, tokens].
     """
-    unet, shape = unet_signature(widths, dtype), ("rows", *widths.image_slots)
-    images = (
-        *_image_keys_values(widths.keys_values_width, dtype, shape),
-        TensorSpec(name=IMAGE_BIAS, dtype="float32", shape=shape),
-    )
-    residuals = _residuals(widths, dtype) if widths.residuals else ()
-    return Signature(inputs=(*unet.inputs, *images, *residuals), outputs=unet.outputs)
+    shape = ("rows", *widths.image_slots)
+    bias = TensorSpec(name=IMAGE_BIAS, dtype="float32", shape=shape)
+    return (*_image_keys_values(widths.keys_values_width, dtype, shape), bias)
 
 
 def image_encoder_signature(widths: ImageEncoderWidths, dtype: Dtype) -> Signature:
@@ -254,7 +242,7 @@ def controlnet_signature(widths: UnetWidths, dtype: Dtype) -> Signature:
         shape = ("rows", widths.all_tokens, widths.keys_values_width)
         inputs.append(TensorSpec(name=KEYS_VALUES, dtype=dtype, shape=shape))
     inputs += [_control(widths, dtype), TensorSpec(name=CONTROL_SCALE, dtype="float32", shape=("rows", 1))]
-    return Signature(inputs=tuple(inputs), outputs=_residuals(widths, dtype))
+    return Signature(inputs=tuple(inputs), outputs=residual_inputs(widths, dtype))
 
 
 def controlnet_time_signature(widths: UnetWidths, dtype: Dtype) -> Signature:
@@ -269,12 +257,16 @@ def controlnet_image_signature(widths: UnetWidths, dtype: Dtype) -> Signature:
     return Signature(inputs=(pixels, *_control_type(widths)), outputs=(_control(widths, dtype),))
 
 
-def _residuals(widths: UnetWidths, dtype: Dtype) -> tuple[TensorSpec, ...]:
-    """Return the outputs of a ControlNet: of each skip connection in the order of the forward pass, then the middle."""
-    names = [*(f"residual_{index}" for index in range(len(widths.residuals) - 1)), "residual_mid"]
+def residual_inputs(widths: UnetWidths, dtype: Dtype) -> tuple[TensorSpec, ...]:
+    """Return the outputs of a ControlNet, which a UNet adds: of each skip connection in order, then of the middle."""
+    last = len(widths.residuals) - 1
     return tuple(
-        TensorSpec(name=name, dtype=dtype, shape=("rows", channels, f"height/{pixels}", f"width/{pixels}"))
-        for name, (channels, pixels) in zip(names, widths.residuals, strict=True)
+        TensorSpec(
+            name="residual_mid" if index == last else f"residual_{index}",
+            dtype=dtype,
+            shape=("rows", channels, f"height/{pixels}", f"width/{pixels}"),
+        )
+        for index, (channels, pixels) in enumerate(widths.residuals)
     )
 
 

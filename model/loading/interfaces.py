@@ -5,10 +5,11 @@ from dataclasses import replace
 
 from model.engines import signatures
 from model.engines.engine import EngineSet
+from model.engines.features import CONTROL, denoiser_signature
 from model.engines.signatures import IMAGE_BIAS, IMAGE_FEATURES, IMAGE_KEYS, IMAGE_VALUES, UnetWidths, VaeWidths
 from model.errors import EngineError
 from model.pipeline.components import find_component
-from model.pipeline.spec import IMAGE_ENCODER, IP_ADAPTER, UNET_CONTROLLED, UNET_IP, ComponentSpec, ip_adapters_of
+from model.pipeline.spec import CONTROLLED_UNET, IMAGE_ENCODER, IP_ADAPTER, IP_UNET, ComponentSpec, ip_adapters_of
 from model.store.manifest import Signature, TensorSpec
 
 # Only names are compared, so the sizes do not matter.
@@ -21,11 +22,11 @@ _Names = tuple[list[str], list[str]]
 
 def check_interfaces(engines: Mapping[str, EngineSet]) -> None:
     """Raise EngineError for a component whose engines have the inputs or outputs of another one."""
-    pools_text = any(find_component(name)[0].signature is signatures.pooled_text_signature for name in engines)
+    pools_text = any(find_component(name).signature is signatures.pooled_text_signature for name in engines)
     unet = _UNET if pools_text else replace(_UNET, pooled_width=0)
-    residuals = signatures.residuals_of(engines[UNET_CONTROLLED].signature) if UNET_CONTROLLED in engines else ()
+    residuals = signatures.residuals_of(engines[CONTROLLED_UNET].signature) if CONTROLLED_UNET in engines else ()
     for name, engine_set in engines.items():
-        spec, _ = find_component(name)
+        spec = find_component(name)
         actual, expected = _names(engine_set.signature), _expected_names(spec, unet, residuals)
         if actual not in expected:
             raise EngineError(
@@ -33,18 +34,18 @@ def check_interfaces(engines: Mapping[str, EngineSet]) -> None:
                 f"{', '.join(actual[1])}; {name} takes {', '.join(expected[0][0])} and returns "
                 f"{', '.join(expected[0][1])}. The release mixes up its engines."
             )
-        if spec.feeds == UNET_CONTROLLED and _shapes(engine_set.signature.outputs) != _shapes(residuals):
+        if spec.adds_to and _shapes(engine_set.signature.outputs) != _shapes(residuals):
             raise EngineError(
-                f"The {name} engines cannot be used. Their outputs do not have the shapes that {UNET_CONTROLLED} adds "
+                f"The {name} engines cannot be used. Their outputs do not have the shapes that {CONTROLLED_UNET} adds "
                 "them to. The release mixes up its engines."
             )
-    if UNET_IP in engines:
+    if IP_UNET in engines:
         _check_ip_adapters(engines, residuals)
 
 
 def _check_ip_adapters(engines: Mapping[str, EngineSet], residuals: Sequence[TensorSpec]) -> None:
     """Raise EngineError if the tensors that an IP-Adapter's networks pass on have different shapes."""
-    unet = engines[UNET_IP].signature
+    unet = engines[IP_UNET].signature
     inputs = {spec.name: spec.shape for spec in unet.inputs}
     own_residuals = signatures.residuals_of(unet)
     problem = (
@@ -73,6 +74,11 @@ def _expected_names(spec: ComponentSpec, unet: UnetWidths, residuals: Sequence[T
     Those are the embedded guidance scale, clip_skip, and of ControlNets the text and the type of the control image.
     """
     controlled = replace(unet, residuals=((1, 1),) * len(residuals))
+    if spec.is_denoiser:
+        sets = [spec.features]
+        if spec.name == IP_UNET and residuals:  # with or without the outputs of ControlNets
+            sets.append(spec.features | {CONTROL})
+        return [_names(denoiser_signature(controlled, "float32", features)) for features in sets]
     texts = [signatures.TextEncoderWidths(tokens=1, width=1, pooled_width=1, layers=layers) for layers in (0, 1)]
     types = [replace(controlled, control_types=count) for count in (0, 1)]
     widths: dict[Callable[..., Signature], Sequence[object]] = {
@@ -81,11 +87,9 @@ def _expected_names(spec: ComponentSpec, unet: UnetWidths, residuals: Sequence[T
         signatures.unet_time_signature: [replace(unet, timestep_cond=width) for width in (0, 1)],
         signatures.vae_encoder_signature: [_VAE],
         signatures.vae_decoder_signature: [_VAE],
-        signatures.controlled_unet_signature: [controlled],
         signatures.controlnet_time_signature: types,
         signatures.controlnet_image_signature: types,
         signatures.controlnet_signature: [controlled, replace(controlled, keys_values_width=0)],
-        signatures.ip_unet_signature: [unet, controlled] if residuals else [unet],
         signatures.image_encoder_signature: [signatures.ImageEncoderWidths(side=1, features=(1,))],
         signatures.ip_adapter_signature: [signatures.IpAdapterWidths((1,), tokens=1, keys_values_width=1)],
         signatures.safety_checker_signature: [signatures.SafetyCheckerWidths(1, concepts=1, special_concepts=1)],

@@ -19,8 +19,9 @@ from model.denoising.edm_schedule import AnyNoiseSchedule, schedule_from_dict
 from model.denoising.samplers import served_samplers
 from model.deployment import Deployment
 from model.engines.aot_inductor.compiled_engine import AotInductorEngine
-from model.engines.aot_inductor.package import check_identity
-from model.engines.engine import Engine, EngineSet
+from model.engines.aot_inductor.package import check_identity, folder_name
+from model.engines.engine import Engine
+from model.engines.features import engine_name, feature_sets
 from model.engines.graphed import GraphedEngine
 from model.engines.signatures import LORA_DOWN
 from model.engines.tensorrt.plans import Plans
@@ -32,14 +33,16 @@ from model.loading.select import Selection, select
 from model.loading.served import ServedModel, ServedRelease, served_model
 from model.loading.target import Target
 from model.loading.token_tables import check_token_ids
-from model.pipeline.components import COMPONENTS, FAMILIES, find_component
+from model.pipeline.components import COMPONENTS, FAMILIES, find_component, unets
+from model.pipeline.denoisers import engine_sets
 from model.pipeline.loaded_model import LoadedModel
-from model.pipeline.spec import ADDED_COMPONENTS, UNET_LORA
+from model.pipeline.spec import ADDED_COMPONENTS
 from model.prompts.tokenizer import ClipTokenizer, open_tokenizer
 from model.store.manifest import Blob, EngineRecord, Fp16Steps, WeightsRecord
 from model.store.precision import FP16, Precision
 from model.store.signature import check_signature
 from model.store.store import Store
+from model.validation import BAND_COUNTS
 from model.weights.cache import WeightsCache
 from model.weights.layout import from_stored
 
@@ -144,15 +147,19 @@ def load_release(
                 )
         with cold_start.phase("engines"):
             plans = Plans(store, device, caches)
-            engines: dict[str, EngineSet] = {}
-            fp16_engines: dict[str, EngineSet] = {}
+            opened: list[Engine] = []
+            fp16: list[Engine] = []
+            quantized = set[str]()
             for name, records in selection.engines.items():
-                pairs = list(zip(records, tensors[name], strict=True))
-                opened = [(record, open_engine(contents, record, weights, device, plans)) for record, weights in pairs]
-                first = records[0].precision
-                engines[name] = _engine_set(name, [engine for record, engine in opened if record.precision == first])
-                if others := [engine for record, engine in opened if record.precision != first]:
-                    fp16_engines[name] = _engine_set(name, others)
+                for record, weights in zip(records, tensors[name], strict=True):
+                    engine = open_engine(contents, record, weights, device, plans)
+                    if record.precision != records[0].precision:
+                        fp16.append(engine)
+                        continue
+                    opened.append(engine)
+                    if record.precision.is_quantized:
+                        quantized.add(record.component)
+            engines, fp16_engines = engine_sets(opened), engine_sets(fp16)
             engines |= {name: engines[owner] for name, owner in selection.shared.items()}
             check_token_ids(selection, tokenizers, contents)
     model = LoadedModel(
@@ -163,6 +170,7 @@ def load_release(
         device=device,
         family=family,
         fp16_engines=fp16_engines,
+        quantized=frozenset(quantized),
         fp16_steps=selection.fp16_steps or Fp16Steps(),
         adapters=library,
         blanks_flagged=deployment.safety == "blank",
@@ -187,9 +195,9 @@ def _uses_torch_on_gpu(device: torch.device, selection: Selection) -> bool:
 
 
 def _lora_down(selection: Selection) -> int:
-    """Return the elements of the input `lora_down` of the UNet that takes adapters as inputs, 0 without one."""
-    engines = selection.engines.get(UNET_LORA, ())
-    return next((int(i.shape[1]) for engine in engines[:1] for i in engine.signature.inputs if i.name == LORA_DOWN), 0)
+    """Return the elements of the input `lora_down` of a UNet that takes adapters as inputs, 0 without one."""
+    specs = (spec for records in selection.engines.values() for engine in records for spec in engine.signature.inputs)
+    return next((int(spec.shape[1]) for spec in specs if spec.name == LORA_DOWN), 0)
 
 
 def _in_layout(tensors: Mapping[str, torch.Tensor], record: WeightsRecord) -> dict[str, torch.Tensor]:
@@ -240,37 +248,28 @@ def open_engine(
     On a GPU, engines outside the denoising loops are replayed as CUDA graphs. Loops capture graphs of their own, around
     the UNet and the rest of a step.
     """
-    spec, variant = find_component(record.component)
+    spec = find_component(record.component)
     engine: Engine
     if record.tensorrt is not None:
         engine = plans.open(record, weights, spec.stream)
     else:
         package, constants = contents[record.blob.sha256], contents[record.constants.sha256]
-        check_identity(record, package, _components_with_other_code(record.component))
-        bands = variant.bands if variant else 1
+        check_identity(record, package, _folders_with_other_code(record.component))
         engine = AotInductorEngine(
-            record.component, package, record.signature, record.bucket, constants, weights, device, bands
+            record.component, package, record.signature, record.bucket, constants, weights, device, spec.bands
         )
     return engine if spec.phase == "step" or device.type != "cuda" else GraphedEngine(engine)
 
 
-def _components_with_other_code(component: str) -> set[str]:
-    """Return the components and variants whose wrapper differs from that of `component`."""
-    specs = (COMPONENTS | ADDED_COMPONENTS).values()
-    wrappers = {spec.name: spec.wrapper for spec in specs}
-    wrappers |= {variant.name: variant.wrapper for spec in specs for variant in spec.variants}
-    spec, used = find_component(component)
-    return {name for name, wrapper in wrappers.items() if wrapper != (used or spec).wrapper}
+def _folders_with_other_code(component: str) -> set[str]:
+    """Return the top folders of components and variants whose code differs even with this component's architecture."""
+    variants = [engine_name(unet.name, features) for unet in unets() for features in feature_sets()]
+    variants += [engine_name(unet.name, bands=bands) for unet in unets() for bands in BAND_COUNTS]
+    names = {*COMPONENTS, *ADDED_COMPONENTS, *variants}
+    return {folder_name(name) for name in names if _code_of(name) != _code_of(component)}
 
 
-def _engine_set(component: str, opened: Sequence[Engine]) -> EngineSet:
-    """Separate the engines of a component from those of its variants. Engines for bands come before its own."""
-    by_name: dict[str, list[Engine]] = {}
-    for engine in opened:
-        by_name.setdefault(engine.component, []).append(engine)
-    of_variants = find_component(component)[0].variants
-    of_bands = [engine for variant in of_variants if variant.bands > 1 for engine in by_name.get(variant.name, ())]
-    replaced = [engine.bucket for engine in of_bands]
-    engines = of_bands + [engine for engine in by_name[component] if engine.bucket not in replaced]
-    guided = [engine for variant in of_variants if variant.guided for engine in by_name.get(variant.name, ())]
-    return EngineSet(engines, guided)
+def _code_of(component: str) -> tuple[str, frozenset[str], int]:
+    """Return what decides a component's code besides its architecture."""
+    spec = find_component(component)
+    return spec.wrapper, spec.features, spec.bands

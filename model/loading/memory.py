@@ -2,15 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 
-from model.denoising.buffers import COND_BY_SLOT, buffer_shapes
+from model.denoising.buffers import buffer_shapes
+from model.denoising.ranks import Ranks
+from model.engines.engine import Engine, EngineSet
 from model.errors import OutOfDeviceMemory
 from model.loading.select import Selection
-from model.pipeline.components import find_component, loop_unets, step_components
-from model.pipeline.spec import CONTROLNET, control_inputs_by_step, controlled_unet, controlnets_of, ip_unet
-from model.store.manifest import EngineRecord, Signature
+from model.pipeline.components import find_component, unets
+from model.pipeline.denoisers import StepEngines, engine_sets, find_denoiser
+from model.store.manifest import EngineRecord
 
 
 def check_memory(device: torch.device, selection: Selection, free: int | None = None, ranks: int = 1) -> None:
@@ -73,63 +76,29 @@ def _read_numbers(path: Path) -> dict[str, int]:
 def loop_bytes(engines: Mapping[str, Sequence[EngineRecord]], ranks: int = 1) -> int:
     """Return the device memory of the buffers of all denoising loops on a GPU. `engines`: by component.
 
-    `ranks`: those that divide the batches. Each has buffers for all entries.
+    Engines in a component's second precision run steps in fp16. `ranks`: those that divide the batches. Each has
+    buffers for all entries.
     """
+    served, exact = (_engine_sets(engines, is_first) for is_first in (True, False))
+    of_ranks = Ranks()
+    of_ranks.size = ranks
     total = 0
-    for spec in loop_unets():
-        of_unet = [engine for engine in engines.get(spec.name, ()) if engine.component == spec.name]
-        by_precision = _by_precision(of_unet)
-        for records in by_precision:
-            total += _loop_bytes(spec.name, records, engines, ranks, keeps_conditioning=len(by_precision) > 1)
+    for unet in unets():
+        if unet.name not in served:
+            continue
+        buckets = [engine.bucket for engine in served[unet.name].engines]
+        for height, width in {(one.height.max, one.width.max) for one in buckets if one.height and one.width}:
+            denoiser = find_denoiser(StepEngines(served, exact), unet.name, height, width, of_ranks)
+            if denoiser.plain.engines.is_static(height, width):
+                shapes = [shape for _, shape in denoiser.shapes(height, width)]
+                total += sum(buffer.bytes for buffer in buffer_shapes(shapes, height, width).values())
     return total
 
 
-def _by_precision(records: Sequence[EngineRecord]) -> list[list[EngineRecord]]:
-    """Divide engines of one component by their precision. Each has loops of its own."""
-    return [[e for e in records if e.precision == precision] for precision in {e.precision for e in records}]
-
-
-def _loop_bytes(
-    unet: str,
-    records: Sequence[EngineRecord],
-    engines: Mapping[str, Sequence[EngineRecord]],
-    ranks: int,
-    keeps_conditioning: bool,
-) -> int:
-    """Return the bytes of the buffers of one UNet's loops, one for each size.
-
-    records: its engines. keeps_conditioning: images keep theirs for another loop (`model.denoising.mixed_loop`).
-    """
-    total = 0
-    sizes = {(e.bucket.height.max, e.bucket.width.max) for e in records if e.bucket.height and e.bucket.width}
-    for height, width in sizes:
-        serving = [e for e in records if e.bucket.holds(e.bucket.batch.min, height, width)]
-        if all(e.bucket.batch.min == e.bucket.batch.max for e in serving):
-            batches = [ranks * e.bucket.batch.max for e in serving]
-            networks, by_step = step_components(unet, engines)
-            signatures = [engines[network.name][0].signature for network in networks]
-            controlnets = {}
-            if _signature_at(engines, controlled_unet(unet), height, width):
-                found = {
-                    name: _signature_at(engines, f"{CONTROLNET}.{name}", height, width)
-                    for name in controlnets_of(engines)
-                }
-                controlnets = {name: signature for name, signature in found.items() if signature}
-                by_step += control_inputs_by_step(controlnets)
-            image_prompted = _signature_at(engines, ip_unet(unet), height, width)
-            buffers = buffer_shapes(signatures, by_step, height, width, batches, controlnets, image_prompted)
-            total += sum(buffer.bytes for buffer in buffers.values())
-            if keeps_conditioning:
-                total += sum(buffer.bytes for name, buffer in buffers.items() if name.startswith(COND_BY_SLOT))
-    return total
-
-
-def _signature_at(
-    engines: Mapping[str, Sequence[EngineRecord]], name: str, height: int, width: int
-) -> Signature | None:
-    """Return the signature of a component's engines at a size in pixels, None if it has none there."""
-    records = engines.get(name, ())
-    return next((e.signature for e in records if e.bucket.holds(e.bucket.batch.min, height, width)), None)
+def _engine_sets(engines: Mapping[str, Sequence[EngineRecord]], is_first: bool) -> dict[str, EngineSet]:
+    """Return the engines in the first precision of each component, or the others, as a load groups them."""
+    records = [e for one in engines.values() for e in one if (e.precision == one[0].precision) == is_first]
+    return engine_sets(cast(list[Engine], records))  # all but their code is known
 
 
 def tensorrt_bytes(selection: Selection) -> int:
@@ -144,6 +113,6 @@ def tensorrt_bytes(selection: Selection) -> int:
         for engine, weights in zip(engines, selection.weights[name], strict=True):
             if engine.tensorrt:
                 copies[engine.component] = sum(blob.bytes for blob in weights.blobs)  # a variant's plan has its own
-                stream = find_component(name)[0].stream
+                stream = find_component(name).stream
                 workspaces[stream] = max(workspaces.get(stream, 0), engine.tensorrt.workspace_bytes or 0)
     return sum(copies.values()) + sum(workspaces.values())

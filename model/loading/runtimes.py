@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
+from model.engines.features import GUIDED_ZEROS, engine_name, parse_name
 from model.engines.tensorrt.libraries import (
     LIBRARIES,
     TENSORRT_RTX,
@@ -21,8 +22,7 @@ from model.engines.tensorrt.libraries import (
 )
 from model.engines.tensorrt.runtime_caches import RuntimeCacheFolder
 from model.loading.target import Target, detect_targets
-from model.pipeline.components import COMPONENTS, FAMILIES, unets
-from model.pipeline.spec import UNET_GUIDED
+from model.pipeline.components import FAMILIES, unets
 from model.settings import RuntimeChoice
 from model.store.blob_cache import RUNTIME_CACHES
 from model.store.manifest import EngineRecord, Manifest
@@ -166,7 +166,12 @@ def sort_fastest_first(
     if all(_runtime_of(target) == "torch" for target in targets):
         return list(targets)
     readable: dict[str, str | None] = {library.runtime: version_of(library, versions) for library in LIBRARIES.values()}
-    variants = [variant.name for component in components for variant in COMPONENTS[component].variants]
+    names = {engine.component: parse_name(engine.component) for engine in manifest.engines}
+    variants = [
+        name
+        for name, (component, features, bands) in names.items()
+        if component in components and (bands > 1 or features == {GUIDED_ZEROS})
+    ]
     engines: dict[Target, list[EngineRecord]] = {}
     complete = []
     for target in targets:
@@ -207,7 +212,7 @@ def request_milliseconds(
         return smallest.benchmark.median if smallest is not None and smallest.benchmark else None
 
     unet = FAMILIES[manifest.family].base.unet
-    step = median(2, UNET_GUIDED, unet)
+    step = median(2, engine_name(unet, {GUIDED_ZEROS}), unet)
     if step is None and (half := median(1, unet)) is not None:  # no batch holds both halves
         step = 2 * half
     # Requests use no refiner by default. Outside the steps a request has one image and two texts: the prompt and the

@@ -7,17 +7,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from model.deployment import Deployment, ServedPrecision
+from model.engines.features import GUIDED_ZEROS, engine_name, has, parse_name
 from model.engines.tensorrt.libraries import LIBRARIES
 from model.errors import ConfigError, EngineError, MissingComponent, NoEngineForTarget
 from model.loading.runtimes import can_run, servable_engines, sort_fastest_first, version_of
 from model.loading.target import Target
 from model.pipeline.components import FAMILIES, find_component, unets
 from model.pipeline.spec import (
-    ADDED_COMPONENTS,
-    LOW_RANK,
     SAFETY_CHECKER,
     VAE_DECODER,
-    ComponentSpec,
     control_components,
     controlnets_of,
     ip_adapters_of,
@@ -119,8 +117,9 @@ def select(
     engines = {name: choose_engines(manifest, name, target, buckets, wanted) for name in names}
     optional = optional_components(manifest, target, wanted, with_adapters)
     chosen = {name: choose_engines(manifest, name, target, buckets, wanted) for name in optional}
-    incomplete = {name for name in chosen if name.partition(".")[0] in ADDED_COMPONENTS}
-    for components in _added_components(manifest):
+    added = _added_components(manifest)
+    incomplete = chosen.keys() & {name for components in added for name in components}
+    for components in added:
         if all(chosen.get(name) for name in components):
             incomplete -= set(components)
     engines |= {name: records for name, records in chosen.items() if records and name not in incomplete}
@@ -141,15 +140,15 @@ def select(
         remedies.append("remove `compare_every` from the config")
     if remedies:
         check_precision(manifest, target, FP16, " and ".join(remedies))
-        for spec in (*unets(), *(spec for spec in ADDED_COMPONENTS.values() if spec.replaces)):
-            if spec.name in engines:
-                engines[spec.name] += choose_engines(manifest, spec.name, target, buckets, FP16)
+        for name in engines:
+            if find_component(name).is_quantizable and engines[name][0].precision != FP16:
+                engines[name] += choose_engines(manifest, name, target, buckets, FP16)
     if precision.compares and engines[VAE_DECODER][0].precision.is_quantized:
         engines[VAE_DECODER] += choose_engines(manifest, VAE_DECODER, target, buckets, FP16)
     for name, records in engines.items():
         records += [
             engine
-            for engine in choose_variants(manifest, find_component(name)[0], records, bands)
+            for engine in choose_variants(manifest, name, records, bands)
             if bands == 1 or not buckets or any(_serves(engine.bucket, bucket) for bucket in buckets)
         ]
     if bands > 1 and all(engine.component == unet for engine in engines[unet]):
@@ -167,7 +166,7 @@ def select(
         for engine, record in zip(records, weights[name], strict=True):
             check_refit(engine, record)
     identities = {name: {record.identity for record in records} for name, records in weights.items()}
-    same_as = {name: find_component(name)[0].same_as for name in engines}
+    same_as = {name: find_component(name).same_as for name in engines}
     shared = {name: owner for name, owner in same_as.items() if owner and identities[name] == identities[owner]}
     for name in shared:
         del engines[name], weights[name]
@@ -221,8 +220,10 @@ def optional_components(
         return bool(servable_engines(manifest, name, target, precision))
 
     specs = [spec for spec in FAMILIES[manifest.family].specs(*model_parts(manifest.has_refiner)) if spec.optional]
-    specs += LOW_RANK.values() if with_adapters else ()
-    names = [spec.name for spec in specs if has_engines(spec.name)]
+    names = [spec.name for spec in specs]
+    built = dict.fromkeys(engine.component for engine in manifest.engines)
+    names += [name for name in built if with_adapters and _takes_adapters(name)]
+    names = [name for name in names if has_engines(name)]
     added = (components for components in _added_components(manifest) if all(map(has_engines, components)))
     return (*names, *dict.fromkeys(name for components in added for name in components))
 
@@ -231,7 +232,13 @@ def _added_components(manifest: Manifest) -> list[list[str]]:
     """Return the names of the components that each ControlNet and each IP-Adapter of a release needs."""
     of_each = [control_components([name]) for name in controlnets_of(manifest.architectures)]
     of_each += [ip_components([name]) for name in ip_adapters_of(manifest.architectures)]
-    return [[spec.name for spec in specs if spec.name in manifest.architectures] for specs in of_each]
+    return [[name for name in names if name in manifest.architectures] for names in of_each]
+
+
+def _takes_adapters(name: str) -> bool:
+    """True for a variant that takes adapters as inputs. Its paired twin is chosen with it."""
+    features = parse_name(name).features
+    return has(features, "adapts") and not has(features, "paired")
 
 
 def choose_target(manifest: Manifest, targets: Sequence[Target], names: Sequence[str]) -> str:
@@ -288,7 +295,7 @@ def choose_engines(
     for bucket in buckets:
         fitting = [e for e in engines if e.bucket.holds(e.bucket.batch.min, bucket.height, bucket.width)]
         fitting = [e for e in fitting if e.bucket.batch.min <= bucket.rows]
-        if not fitting and not find_component(name)[0].optional:
+        if not fitting and not find_component(name).optional:
             size = f"{bucket.width}x{bucket.height}"
             raise NoEngineForTarget(
                 f"Release {manifest.name} has no {name} engine for {size} with a batch of at most {bucket.rows} on "
@@ -301,15 +308,16 @@ def choose_engines(
 
 
 def choose_variants(
-    manifest: Manifest, spec: ComponentSpec, chosen: Sequence[EngineRecord], bands: int = 1
+    manifest: Manifest, name: str, chosen: Sequence[EngineRecord], bands: int = 1
 ) -> list[EngineRecord]:
-    """Return the variants' engines with the same target, runtime, precision, layout and bucket as `chosen`.
+    """Return the paired engines of a component with the target, runtime, precision, layout and bucket of `chosen`.
 
     With several `bands` these are the engines for one of so many bands. Those of a CPU serve fewer heights than
     `chosen`, so they have another bucket.
     """
-    names = [variant.name for variant in spec.variants if variant.bands == bands]
-    engines = [engine for engine in manifest.engines if engine.component in names and can_run(engine)]
+    component, features, _ = parse_name(name)
+    twin = engine_name(component, features | {GUIDED_ZEROS}) if bands == 1 else engine_name(name, bands=bands)
+    engines = [engine for engine in manifest.engines if engine.component == twin and can_run(engine)]
 
     def identity(engine: EngineRecord) -> tuple[object, ...]:
         is_dynamic = bands > 1 and engine.bucket.batch.min < engine.bucket.batch.max

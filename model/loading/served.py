@@ -14,13 +14,13 @@ from model.errors import ManifestError, NoEngineForTarget, RequestRefused
 from model.loading.select import Selection
 from model.pipeline.components import FAMILIES, find_component
 from model.pipeline.spec import (
+    CONTROLLED_UNET,
     CONTROLNET,
     CONTROLNET_IMAGE,
     CONTROLNET_TIME,
     IMAGE_ENCODER,
     IP_ADAPTER,
-    UNET_CONTROLLED,
-    UNET_IP,
+    IP_UNET,
     VAE_ENCODER,
     Family,
     controlnets_of,
@@ -189,7 +189,7 @@ def served_model(selection: Selection, deployment: Deployment) -> ServedModel:
             "Build that size (`preheat build`), or add it to the config's buckets.",
         ) from error
     controls = control_sizes(selection.engines, sizes)
-    ip_sizes = sizes_with(selection.engines, sizes, [UNET_IP])
+    ip_sizes = sizes_with(selection.engines, sizes, [IP_UNET])
     return ServedModel(
         settings.native_width,
         settings.native_height,
@@ -216,12 +216,12 @@ def _served_ip_adapters(release: str, engines: Mapping[str, Sequence[EngineRecor
     """Return the IP-Adapters by name. Raises ManifestError if the UNet has no space for the tokens of an image."""
     served = {}
     for name in ip_adapters_of(engines):
-        slots, most_tokens = image_slots(engines[UNET_IP][0].signature)
+        slots, most_tokens = image_slots(engines[IP_UNET][0].signature)
         tokens = int(engines[f"{IP_ADAPTER}.{name}"][0].signature.outputs[0].shape[1])
         side = int(engines[f"{IMAGE_ENCODER}.{name}"][0].signature.inputs[0].shape[2])
         if not slots or most_tokens < tokens:
             raise ManifestError(
-                f"Release {release}: the IP-Adapter {name} makes {tokens} tokens of an image, and {UNET_IP} takes "
+                f"Release {release}: the IP-Adapter {name} makes {tokens} tokens of an image, and {IP_UNET} takes "
                 f"{most_tokens} of each of {slots} adapters."
             )
         served[name] = ServedIpAdapter(min(most_tokens // tokens, MAX_IP_IMAGES), side)
@@ -239,7 +239,7 @@ def served_sizes(engines: Mapping[str, Sequence[EngineRecord]], buckets: Sequenc
     """Return the sizes that every required component with a size serves. Configured buckets limit it to their sizes."""
     if buckets:
         return SizeList(tuple(sorted({(bucket.width, bucket.height) for bucket in buckets})))
-    return _common_sizes({name: records for name, records in engines.items() if not find_component(name)[0].optional})
+    return _common_sizes({name: records for name, records in engines.items() if not find_component(name).optional})
 
 
 def sizes_with(engines: Mapping[str, Sequence[EngineRecord]], sizes: Sizes, components: Sequence[str]) -> Sizes | None:
@@ -253,7 +253,7 @@ def sizes_with(engines: Mapping[str, Sequence[EngineRecord]], sizes: Sizes, comp
             tuple(size for size in sizes.sizes if all(any(_holds(span, size) for span in spans) for spans in sized))
         )
         return common if common.sizes else None
-    required = {name: records for name, records in engines.items() if not find_component(name)[0].optional}
+    required = {name: records for name, records in engines.items() if not find_component(name).optional}
     found = _common_sizes(required | added)
     is_empty = not found.sizes if isinstance(found, SizeList) else found.min_side > found.max_side
     return None if is_empty else found
@@ -263,7 +263,7 @@ def control_sizes(engines: Mapping[str, Sequence[EngineRecord]], sizes: Sizes) -
     """Return the sizes at which each ControlNet can be used, by name. ControlNets without such a size are left out."""
     kinds = (CONTROLNET_IMAGE, CONTROLNET)
     found = {
-        name: sizes_with(engines, sizes, [UNET_CONTROLLED, *(f"{kind}.{name}" for kind in kinds)])
+        name: sizes_with(engines, sizes, [CONTROLLED_UNET, *(f"{kind}.{name}" for kind in kinds)])
         for name in controlnets_of(engines)
     }
     return {name: served for name, served in found.items() if served is not None}

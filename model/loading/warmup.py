@@ -21,7 +21,6 @@ from model.pipeline.params import Control, GenerationParams, ImagePrompt
 from model.pipeline.preview import PreviewMap, fit_preview_map, preview_map_of
 from model.pipeline.prompt import encode_prompt
 from model.pipeline.request_plan import plan_request
-from model.pipeline.spec import UNET_LORA
 from model.pipeline.text_to_image import generate
 from model.scheduling.comparison import ImageComparison
 from model.scheduling.efficiency import measure_efficient_batches
@@ -51,8 +50,6 @@ def warm_up(
         with cold_start.phase("warm_up"), cold_start.timing_parts():
             for width, height in _sizes(served):
                 params = _warm_up_params(served, width, height, loaded.model)
-                if loaded.model.takes_adapters(height, width):
-                    loaded.model.loop(UNET_LORA, height, width)  # makes its buffers and graphs
                 with warm_up_part(f"image_{width}x{height}"):
                     encodes = served.image_sizes is not None and served.image_sizes.holds(width, height)
                     generate(loaded.model, [_from_image(params) if encodes else params])

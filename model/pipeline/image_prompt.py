@@ -16,7 +16,7 @@ from model.engines.signatures import IMAGE_BIAS, IMAGE_FEATURES, IMAGE_KEYS, IMA
 from model.images.clip_input import normalize
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import ImagePrompt
-from model.pipeline.spec import IMAGE_ENCODER, IP_ADAPTER, UNET_IP
+from model.pipeline.spec import IMAGE_ENCODER, IP_ADAPTER, IP_UNET
 
 MASKED = -1e4  # the bias of an unused token: its share of the attention is 0 in float32
 
@@ -33,7 +33,7 @@ def condition_image_prompts(
     for conditional in (True, False)[: 1 + guided]:
         inputs = {
             spec.name: torch.zeros((1, *map(int, spec.shape[1:])), dtype=DTYPES[spec.dtype], device=model.device)
-            for spec in model.engines[UNET_IP].signature.inputs
+            for spec in model.engines[IP_UNET].signature.inputs
             if spec.name in (IMAGE_KEYS, IMAGE_VALUES, IMAGE_BIAS)
         }
         for slot, prompt in enumerate(prompts):

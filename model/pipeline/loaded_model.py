@@ -1,6 +1,6 @@
 """A release in memory, as the pipeline uses it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -13,22 +13,14 @@ from model.cuda.streams import SideStream
 from model.denoising.eager_loop import EagerLoop
 from model.denoising.edm_schedule import AnyNoiseSchedule
 from model.denoising.graph_loop import GraphLoop
-from model.denoising.loop import Loop, StepNetworks
-from model.denoising.mixed_loop import MixedLoop
+from model.denoising.loop import Loop
+from model.denoising.networks import Denoiser
 from model.denoising.ranks import ALONE, Ranks
 from model.engines.engine import EngineSet
 from model.engines.signatures import text_chunks
-from model.pipeline.components import COMPONENTS, step_components
-from model.pipeline.spec import (
-    CONTROLNET,
-    UNET_LORA,
-    Components,
-    Family,
-    control_inputs_by_step,
-    controlled_unet,
-    controlnets_of,
-    ip_unet,
-)
+from model.pipeline.components import COMPONENTS
+from model.pipeline.denoisers import StepEngines, find_denoiser
+from model.pipeline.spec import Components, Family, controlnets_of
 from model.prompts.tokenizer import ClipTokenizer
 from model.store.manifest import Fp16Steps, ModelFacts
 
@@ -52,6 +44,8 @@ class LoadedModel:
     family: Family
     fp16_engines: dict[str, EngineSet] = field(default_factory=dict)
     fp16_steps: Fp16Steps = Fp16Steps()
+    quantized: frozenset[str] = frozenset()
+    """The names in `engines` whose weights are quantized."""
     components: Components = field(default_factory=lambda: COMPONENTS)
     loops: dict[LoopKey, Loop] = field(default_factory=dict)
     blanks_flagged: bool = False
@@ -89,7 +83,11 @@ class LoadedModel:
         It has no adapters, and shares everything else.
         """
         return self.sharing(
-            engines=self.engines | self.fp16_engines, fp16_engines={}, fp16_steps=Fp16Steps(), adapters=None
+            engines=self.engines | self.fp16_engines,
+            fp16_engines={},
+            fp16_steps=Fp16Steps(),
+            quantized=frozenset(),
+            adapters=None,
         )
 
     def sharing(self, **changes: Any) -> "LoadedModel":
@@ -134,10 +132,6 @@ class LoadedModel:
         """True if a UNet takes more channels than latents have: it was trained for inpainting."""
         return self.engines[unet].signature.extra_channels > 0
 
-    def takes_adapters(self, height: int, width: int) -> bool:
-        """True if a UNet of this size takes adapters as inputs. Otherwise they are merged into the weights."""
-        return UNET_LORA in self.engines and bool(self.engines[UNET_LORA].of_size(height, width))
-
     @property
     def max_text_chunks(self) -> int:
         """The most chunks of a prompt that all UNets and ControlNets read."""
@@ -154,22 +148,11 @@ class LoadedModel:
         if self.efficient_pixels is not None:
             loop.efficient_batch = min(loop.capacity, max(1, self.efficient_pixels // (height * width)))
 
-    def step_networks(self, unet: str, height: int, width: int) -> StepNetworks:
-        """Return the release's engines that run in each step of a UNet at a size in pixels.
-
-        ControlNets and IP-Adapters without engines of this size are left out.
-        """
-        specs, by_step = step_components(unet, self.engines, self.components)
-        *before, last = (self.engines[spec.name] for spec in specs)
-        prompted = _of_size(self.engines, ip_unet(unet), height, width)
-        networks = StepNetworks(last, by_step, tuple(before), image_prompted=prompted, ranks=self.ranks)
-        controlled = _of_size(self.engines, controlled_unet(unet), height, width)
-        found = {name: _of_size(self.engines, f"{CONTROLNET}.{name}", height, width) for name in self.controlnets}
-        controlnets = {name: engines for name, engines in found.items() if engines is not None}
-        if controlled is None or not controlnets:
-            return networks
-        by_step = [*by_step, *control_inputs_by_step(controlnets)]
-        return replace(networks, by_step=by_step, controlled=controlled, controlnets=controlnets)
+    def denoiser(self, unet: str, height: int, width: int) -> Denoiser:
+        """Return what runs in each step of a UNet at a size in pixels. Raises EngineError if nothing does."""
+        exact = self.fp16_engines if self.fp16_steps.exist else {}
+        engines = StepEngines(self.engines, exact, self.quantized)
+        return find_denoiser(engines, unet, height, width, self.ranks, self.components)
 
     @property
     def controlnets(self) -> tuple[str, ...]:
@@ -177,26 +160,9 @@ class LoadedModel:
         return controlnets_of(self.engines)
 
 
-def _of_size(engines: Mapping[str, EngineSet], name: str, height: int, width: int) -> EngineSet | None:
-    """Return a component's engines if some of them run at a size in pixels."""
-    found = engines.get(name)
-    return found if found is not None and found.of_size(height, width) else None
-
-
 def make_loop(model: LoadedModel, unet: str, height: int, width: int, use_graphs: bool = True) -> Loop:
     """Make a loop for a UNet at a size in pixels: with CUDA graphs if its engines are static, otherwise op by op."""
-    networks = model.step_networks(unet, height, width)
-
-    def make(networks: StepNetworks) -> Loop:
-        if use_graphs and model.device.type == "cuda" and networks.unet.is_static(height, width):
-            return GraphLoop(networks, height, width, model.device)
-        return EagerLoop(networks, height, width)
-
-    loop = make(networks)
-    if unet not in model.fp16_engines or not model.fp16_steps.exist:
-        return loop
-    fp16 = model.fp16_engines
-    controlled = _of_size(fp16, controlled_unet(unet), height, width)
-    image_prompted = _of_size(fp16, ip_unet(unet), height, width)
-    outer = make(replace(networks, unet=fp16[unet], controlled=controlled, image_prompted=image_prompted))
-    return MixedLoop(outer, loop, model.fp16_steps.first, model.fp16_steps.last)
+    denoiser = model.denoiser(unet, height, width)
+    if use_graphs and model.device.type == "cuda" and denoiser.plain.engines.is_static(height, width):
+        return GraphLoop(denoiser, height, width, model.device)
+    return EagerLoop(denoiser, height, width)

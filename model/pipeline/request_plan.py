@@ -12,12 +12,13 @@ from model.denoising.loop import Conditioning, ImageState
 from model.denoising.noise_schedule import Floats
 from model.denoising.sampler_specs import skipped_steps
 from model.denoising.samplers import SamplerSchedule, sampler_schedule, skip_steps, split_schedule
-from model.denoising.step_plan import StepPlan
+from model.denoising.step_plan import StepPlan, needs_by_step
+from model.engines.features import CONTROL, IMAGE_PROMPT, LORA
 from model.engines.signatures import timestep_cond_width
 from model.pipeline.guidance import scale_by_step
 from model.pipeline.loaded_model import LoadedModel, LoopKey
 from model.pipeline.params import REPAINTED_LEVEL, GenerationParams, ImagePrompt
-from model.pipeline.spec import UNET_LORA, Denoiser, TimeIds
+from model.pipeline.spec import Denoiser, TimeIds
 from model.prompts.prompt_warnings import prompt_warnings
 from model.prompts.tokenizer import ClipTokenizer
 from model.prompts.weighted_prompt import Chunks, plain_chunks, weighted_chunks
@@ -44,7 +45,7 @@ class ControlPlan:
 class DenoisePlan:
     """The steps of one UNet in a pass, and what the conditioning of these steps is made from.
 
-    loop: the loop that runs the steps. With `packed`, its UNet is the one that takes adapters as inputs.
+    loop: the loop that runs the steps.
     scales: float64 [steps], the requested guidance scale, 1 after guidance has ended.
     zero_negative: True if the unconditional half has zeros in place of an encoded text.
     time_ids: see `Family`.
@@ -148,7 +149,8 @@ class RequestPlan:
     def steps_left(self, image: ImageState) -> int:
         """Return the remaining steps of an image, on its current UNet, on later ones and in later passes."""
         plans = self._step_plans(image.pass_index)
-        return sum(plan.steps for plan in plans[plans.index(image.plan) :]) - image.step
+        current = [plan.schedule for plan in plans].index(image.plan.schedule)
+        return sum(plan.steps for plan in plans[current:]) - image.step
 
     def images(self) -> list[ImageState]:
         """Make the states of the request's images before their first stage."""
@@ -172,10 +174,10 @@ def plan_request(model: LoadedModel, params: GenerationParams) -> RequestPlan:
 
 
 def _adapter_use(model: LoadedModel, params: GenerationParams) -> AdapterUse:
-    # No UNet takes both adapters and the outputs of ControlNets, or reference images, as inputs.
+    """Return the adapters as inputs of the UNet, if it takes them with the other conditions, or as merged ones."""
+    needs = {LORA} | ({CONTROL} if params.controls else set()) | ({IMAGE_PROMPT} if params.image_prompts else set())
     packed = model.adapters is not None and model.adapters.can_pack(params.loras)
-    packed = packed and not params.controls and not params.image_prompts
-    packed = packed and model.takes_adapters(params.height, params.width)
+    packed = packed and model.denoiser(model.family.base.unet, params.height, params.width).covers(frozenset(needs))
     return AdapterUse((), params.loras) if packed else AdapterUse(params.loras, ())
 
 
@@ -278,12 +280,22 @@ def _denoise_plan(
     controls = _plan_controls(params, schedule.steps) if is_base else {}
     image_prompts = params.image_prompts if is_base else ()
     packed = _adapter_use(model, params).packed if is_base else ()
-    entries = np.where(guided, 2, 1).astype(np.int8)
-    used = {name: control.scales != 0 for name, control in controls.items()}
-    rescale = params.guidance_rescale
+    uses = {name: control.scales != 0 for name, control in controls.items()}
+    always = {name for name, used in ((IMAGE_PROMPT, image_prompts), (LORA, packed)) if used}
+    evaluation, fp16 = np.arange(schedule.steps), model.fp16_steps
+    step_plan = StepPlan(
+        schedule,
+        guidance,
+        params.guidance_rescale,
+        entries=np.where(guided, 2, 1).astype(np.int8),
+        requested_step=requested_step,
+        needs=needs_by_step(always, uses, schedule.steps),
+        uses=uses,
+        exact=(evaluation < fp16.first) | (evaluation >= schedule.steps - fp16.last),
+    )
     return DenoisePlan(
-        (UNET_LORA if packed else denoiser.unet, *size),
-        StepPlan(schedule, guidance, rescale, entries, requested_step, used, bool(image_prompts)),
+        (denoiser.unet, *size),
+        step_plan,
         scales,
         zero_negative=params.negative_prompt is None and settings.force_zeros_for_empty_prompt,
         time_ids=model.family.time_ids(params.original_size or size, params.crop, params.target_size or size, settings),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from model.engines import signatures
+from model.engines.features import CONTROL, CONTROLNET_INPUTS, IMAGE_PROMPT, Input, engine_name, has
 from model.store.manifest import Family as FamilyName
 from model.store.manifest import ModelFacts, RefinerFacts, Signature
 from model.store.precision import Dtype
@@ -28,21 +29,6 @@ Stream = Literal["first_text", "text", "denoising", "encoding", "decoding"]
 
 
 @dataclass(frozen=True)
-class Variant:
-    """Further engines of a component. Weights and signature are the component's.
-
-    `name`: the variant's name in a manifest. `wrapper`: its entry in `engine_builder.networks.wrappers`. `guided`: they
-    serve only batches of images that are guided against zeros. `bands`: so many ranks run such an engine together, each
-    for a band of the image (`model.engines.row_exchange`).
-    """
-
-    name: str
-    wrapper: str
-    guided: bool = False
-    bands: int = 1
-
-
-@dataclass(frozen=True)
 class ComponentSpec:
     """One network of the pipeline.
 
@@ -52,16 +38,11 @@ class ComponentSpec:
     signature: the tensors that it takes and returns, for the widths of a network of its kind.
     batch_unit: what one entry of its batch is.
     stream: the CUDA stream that it runs on.
-    by_step: with phase "step", the inputs that differ by step. Conditioning has one entry for each step for these
-        inputs, and one entry for all steps for the others.
-    feeds: with phase "step", the UNet before which the component runs. Its outputs are inputs of the UNet by name.
-    replaces: the UNet that the component replaces in steps with a ControlNet or an IP-Adapter. Their weights are the
-        same.
+    inputs: of a network that runs before a denoiser in each step, besides its latents.
+    adds_to: the feature of the denoisers that take the sum of the outputs of these networks.
     precision_rule: "vae" if `force_upcast` of the VAE's config may require fp32.
     same_as: a component whose engines serve this one too if both have the same weights.
-    variants: its further engines.
-    low_rank_of: a UNet that this one replaces for images with adapters, which it takes as inputs. Their weights are the
-        same. It is built and loaded only if adapters are asked for.
+    features, bands: of a variant of a denoiser, see `model.engines.features`. Its weights are the denoiser's.
     optional: true if releases may lack it, or have it for fewer sizes. Requests that need it are then refused.
     """
 
@@ -73,14 +54,23 @@ class ComponentSpec:
     phase: Phase
     batch_unit: BatchUnit
     stream: Stream = "text"
-    by_step: tuple[str, ...] = ()
-    feeds: str = ""
-    replaces: str = ""
+    inputs: tuple[Input, ...] = ()
+    adds_to: str = ""
     precision_rule: Literal["model", "vae"] = "model"
     same_as: str = ""
-    variants: tuple[Variant, ...] = ()
-    low_rank_of: str = ""
+    features: frozenset[str] = frozenset()
+    bands: int = 1
     optional: bool = False
+
+    @property
+    def is_denoiser(self) -> bool:
+        """True for a UNet of a step, or a variant of one."""
+        return self.phase == "step" and not self.adds_to
+
+    @property
+    def is_quantizable(self) -> bool:
+        """True if an 8-bit release has it in 8 bits. The VAE decoder is quantized only if a policy says so."""
+        return self.is_denoiser and not has(self.features, "adapts")
 
 
 Components = dict[str, ComponentSpec]
@@ -159,14 +149,10 @@ TEXT_ENCODER_2 = "text_encoder_2"
 UNET_TEXT = "unet_text"
 UNET_TIME = "unet_time"
 UNET = "unet"
-UNET_GUIDED = "unet_guided"
-UNET_LORA = "unet_lora"
-UNET_CONTROLLED = "unet_controlled"
 CONTROLNET = "controlnet"
 CONTROLNET_TEXT = "controlnet_text"
 CONTROLNET_TIME = "controlnet_time"
 CONTROLNET_IMAGE = "controlnet_image"
-UNET_IP = "unet_ip"
 IP_ADAPTER = "ip_adapter"
 IMAGE_ENCODER = "image_encoder"
 VAE_ENCODER = "vae_encoder"
@@ -176,6 +162,8 @@ REFINER_TEXT_ENCODER_2 = "refiner_text_encoder_2"
 REFINER_UNET_TEXT = "refiner_unet_text"
 REFINER_UNET_TIME = "refiner_unet_time"
 REFINER_UNET = "refiner_unet"
+CONTROLLED_UNET = engine_name(UNET, {CONTROL})
+IP_UNET = engine_name(UNET, {IMAGE_PROMPT})
 
 
 def table(*specs: ComponentSpec) -> Components:
@@ -183,14 +171,6 @@ def table(*specs: ComponentSpec) -> Components:
     return {spec.name: spec for spec in specs}
 
 
-LOW_RANK = table(
-    ComponentSpec(
-        UNET_LORA, "base", "unet", "LowRankUnetNetwork", signatures.lora_unet_signature, "step", "cfg_half",
-        "denoising", ("time_embeds",), low_rank_of=UNET, optional=True,
-        variants=(Variant(f"{UNET_LORA}_guided", "GuidedLowRankUnetNetwork", guided=True),),
-    ),
-)  # fmt: skip
-"""UNets that any family may have in addition."""
 SAFETY = table(
     ComponentSpec(
         SAFETY_CHECKER, "base", "safety_checker", "SafetyCheckerNetwork", signatures.safety_checker_signature, "image",
@@ -199,10 +179,6 @@ SAFETY = table(
 )  # fmt: skip
 """A network that any family may have in addition. It is built and loaded only if it is asked for."""
 CONTROL_COMPONENTS = table(
-    ComponentSpec(
-        UNET_CONTROLLED, "base", "unet", "ControlledUnetNetwork", signatures.controlled_unet_signature, "step",
-        "cfg_half", "denoising", ("time_embeds",), replaces=UNET, optional=True,
-    ),
     ComponentSpec(
         CONTROLNET_TEXT, "base", CONTROLNET, "ControlnetTextNetwork", signatures.unet_text_signature, "prompt", "text",
         optional=True,
@@ -217,17 +193,12 @@ CONTROL_COMPONENTS = table(
     ),
     ComponentSpec(
         CONTROLNET, "base", CONTROLNET, "ControlnetNetwork", signatures.controlnet_signature, "step", "cfg_half",
-        "denoising", ("time_embeds", signatures.CONTROL_SCALE), feeds=UNET_CONTROLLED, optional=True,
+        "denoising", CONTROLNET_INPUTS, adds_to=CONTROL, optional=True,
     ),
 )  # fmt: skip
-"""The components of releases with ControlNets: a UNet that takes their outputs, and the networks that each ControlNet
-is divided into. "controlnet_time.canny" is the time network of the ControlNet "canny"."""
+"""The networks that each ControlNet is divided into. "controlnet_time.canny" is one of the ControlNet "canny"."""
 
 IP_COMPONENTS = table(
-    ComponentSpec(
-        UNET_IP, "base", "unet", "ImagePromptUnetNetwork", signatures.ip_unet_signature, "step", "cfg_half",
-        "denoising", ("time_embeds",), replaces=UNET, optional=True,
-    ),
     ComponentSpec(
         IMAGE_ENCODER, "base", IMAGE_ENCODER, "ImageEncoderNetwork", signatures.image_encoder_signature, "request",
         "scaled_image", optional=True,
@@ -237,8 +208,7 @@ IP_COMPONENTS = table(
         optional=True,
     ),
 )  # fmt: skip
-"""The components of releases with IP-Adapters: a UNet that takes keys and values of reference images, and for each
-adapter its image encoder and itself. "image_encoder.style" is the encoder of the adapter "style"."""
+"""For each IP-Adapter its image encoder and itself. "image_encoder.style" is the encoder of the adapter "style"."""
 ADDED_COMPONENTS: Components = CONTROL_COMPONENTS | IP_COMPONENTS
 """The components that a build adds by name: those of ControlNets and IP-Adapters."""
 
@@ -257,21 +227,20 @@ def added_component(name: str) -> ComponentSpec | None:
     return replace(spec, name=name, checkpoint_folder=f"{spec.checkpoint_folder}.{own_name}")
 
 
-def control_components(controlnets: Collection[str]) -> tuple[ComponentSpec, ...]:
+def control_components(controlnets: Collection[str]) -> tuple[str, ...]:
     """Return the components that a build with these ControlNets may add, in the order in which they are built."""
     if not controlnets:
         return ()
     kinds = (CONTROLNET_TEXT, CONTROLNET_TIME, CONTROLNET_IMAGE, CONTROLNET)
-    names = [UNET_CONTROLLED, *(f"{kind}.{controlnet}" for controlnet in controlnets for kind in kinds)]
-    return tuple(spec for name in names if (spec := added_component(name)))
+    return (CONTROLLED_UNET, *(f"{kind}.{name}" for name in controlnets for kind in kinds))
 
 
-def ip_components(adapters: Collection[str]) -> tuple[ComponentSpec, ...]:
+def ip_components(adapters: Collection[str]) -> tuple[str, ...]:
     """Return the components that a build with these IP-Adapters adds, in the order in which they are built."""
     if not adapters:
         return ()
-    names = [UNET_IP, *(f"{kind}.{adapter}" for adapter in adapters for kind in (IMAGE_ENCODER, IP_ADAPTER))]
-    return tuple(spec for name in names if (spec := added_component(name)))
+    kinds = (IMAGE_ENCODER, IP_ADAPTER)
+    return (IP_UNET, *(f"{kind}.{name}" for name in adapters for kind in kinds))
 
 
 def controlnets_of(components: Iterable[str]) -> tuple[str, ...]:
@@ -284,19 +253,3 @@ def ip_adapters_of(components: Iterable[str]) -> tuple[str, ...]:
     """Return the names of the IP-Adapters that are among the components of a release, in their order."""
     prefix = f"{IP_ADAPTER}."
     return tuple(name.removeprefix(prefix) for name in components if name.startswith(prefix))
-
-
-def controlled_unet(unet: str) -> str:
-    """Return the component that replaces a UNet in steps with a ControlNet, or "" if the UNet has none."""
-    return next((spec.name for spec in CONTROL_COMPONENTS.values() if spec.replaces == unet), "")
-
-
-def ip_unet(unet: str) -> str:
-    """Return the component that replaces a UNet in steps with an IP-Adapter, or "" if the UNet has none."""
-    return next((spec.name for spec in IP_COMPONENTS.values() if spec.replaces == unet), "")
-
-
-def control_inputs_by_step(controlnets: Iterable[str]) -> list[str]:
-    """Return the names of the inputs of ControlNets that differ by step, as an image's conditioning has them."""
-    by_step = CONTROL_COMPONENTS[CONTROLNET].by_step
-    return [signatures.control_input(controlnet, name) for controlnet in controlnets for name in by_step]

@@ -247,10 +247,6 @@ class LeadLoop:
         self._loop.remove(image)
         self._send_removal(image)
 
-    def take(self, image: ImageState) -> None:
-        self._loop.take(image)
-        self._send_removal(image)
-
     def step(self) -> list[ImageState]:
         self._followers.send(Step(self._key))
         with self._followers.guard():

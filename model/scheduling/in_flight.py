@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from model import metrics
 from model.denoising.loop import ImageState, has_room
-from model.pipeline.components import loop_unets
+from model.pipeline.components import unets
 from model.pipeline.loaded_model import LoadedModel, LoopKey
 from model.scheduling.job import Job
 
@@ -23,7 +23,7 @@ class InFlight:
 
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
-        self._unets = [spec.name for spec in loop_unets(model.components)]
+        self._unets = [spec.name for spec in unets(model.components)]
         self._running: dict[ImageState, _Running] = {}  # the images in loops
         self._waiting: dict[LoopKey, deque[tuple[Job, ImageState]]] = {}  # images between two loops
         self._loops: deque[LoopKey] = deque()  # with images in them or waiting for them; the first is next

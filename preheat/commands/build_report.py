@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from model.pipeline.spec import UNET, UNET_CONTROLLED, UNET_IP, VAE_ENCODER
+from model.pipeline.spec import CONTROLLED_UNET, IP_UNET, UNET, VAE_ENCODER
 from model.store.precision import FP16
 from preheat.console import console, plain, progress_console, steps_bar
 
@@ -119,7 +119,7 @@ def _control_remark(plan: "BuildPlan") -> str:
     """Describe what the build adds for ControlNets."""
     names, count = ", ".join(name for name, _ in plan.base.controlnets), len(plan.sizes) or 1
     return (
-        f"Includes {count} engine{'s' if count > 1 else ''} of {UNET_CONTROLLED}, and as many of each ControlNet "
+        f"Includes {count} engine{'s' if count > 1 else ''} of {CONTROLLED_UNET}, and as many of each ControlNet "
         f"({names}). ControlNets of one architecture share theirs"
     )
 
@@ -129,7 +129,7 @@ def _ip_adapter_remark(plan: "BuildPlan") -> str:
     names, count = ", ".join(files.name for files in plan.base.ip_adapters), len(plan.sizes) or 1
     images = plan.base.ip_images
     return (
-        f"Includes {count} engine{'s' if count > 1 else ''} of {UNET_IP}, and two of each IP-Adapter ({names}), for up "
+        f"Includes {count} engine{'s' if count > 1 else ''} of {IP_UNET}, and two of each IP-Adapter ({names}), for up "
         f"to {images} reference image{'s' if images > 1 else ''} of each in a request"
     )
 

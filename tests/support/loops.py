@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from model.cuda.graphs import StepQueue
 from model.denoising.eager_loop import EagerLoop
 from model.denoising.graph_loop import GraphLoop
-from model.denoising.loop import ImageState, Loop, StepNetworks, has_room, unet_batch
+from model.denoising.loop import ImageState, Loop, has_room, unet_batch
+from model.denoising.networks import Denoiser, DenoiserVariant
 from model.denoising.sampler_specs import SAMPLERS
 from model.engines.engine import EngineSet
 from model.pipeline import spec
@@ -25,7 +26,7 @@ from tests.support.linear_networks import PLAIN, Stub, linear_model, stub
 
 HEIGHT, WIDTH = 64, 96
 CPU = torch.device("cpu")
-MakeLoop = Callable[[EngineSet], Loop]
+MakeLoop = Callable[[DenoiserVariant], Loop]
 
 
 class GuidedStub(Stub):
@@ -43,7 +44,7 @@ class GuidedStub(Stub):
 
 def bucketed(
     model: LoadedModel, *batches: int, guided: Sequence[int] = (), height: int = HEIGHT, width: int = WIDTH
-) -> EngineSet:
+) -> DenoiserVariant:
     """Return the UNet in static buckets, as on a GPU. `guided`: the batches with an engine of the variant, too."""
     signature = stub(model, spec.UNET).signature
     sides = {"height": Span(min=height, max=height), "width": Span(min=width, max=width)}
@@ -54,13 +55,13 @@ def bucketed(
             engine.bucket = Bucket(batch=Span(min=batch, max=batch), **sides)
         return stubs
 
-    of_variant = engines(GuidedStub, spec.UNET_GUIDED, [batch for batch in batches if batch in guided])
-    return EngineSet(engines(Stub, spec.UNET, batches), of_variant)
+    paired = engines(GuidedStub, "unet_guided", [batch for batch in batches if batch in guided])
+    return DenoiserVariant(EngineSet(engines(Stub, spec.UNET, batches)), paired=EngineSet(paired) if paired else None)
 
 
-def stubs(unet: EngineSet) -> list[Stub]:
-    """Return the engines of a UNet, then those of its variant."""
-    return [*unet.engines, *unet.guided]  # type: ignore[list-item]
+def stubs(unet: DenoiserVariant) -> list[Stub]:
+    """Return the engines of a UNet, then the paired ones."""
+    return [*unet.engines.engines, *(unet.paired.engines if unet.paired else ())]  # type: ignore[list-item]
 
 
 def make_image(model: LoadedModel, **changes: Any) -> ImageState:
@@ -72,12 +73,12 @@ def make_image(model: LoadedModel, **changes: Any) -> ImageState:
     return image
 
 
-def graph_loop(unet: EngineSet, queue: StepQueue | None = None) -> GraphLoop:
-    return GraphLoop(StepNetworks(unet, ["time_embeds"]), HEIGHT, WIDTH, CPU, queue)
+def graph_loop(unet: DenoiserVariant, queue: StepQueue | None = None) -> GraphLoop:
+    return GraphLoop(Denoiser((unet,)), HEIGHT, WIDTH, CPU, queue)
 
 
-def eager_loop(unet: EngineSet) -> EagerLoop:
-    return EagerLoop(StepNetworks(unet, ["time_embeds"]), HEIGHT, WIDTH)
+def eager_loop(unet: DenoiserVariant) -> EagerLoop:
+    return EagerLoop(Denoiser((unet,)), HEIGHT, WIDTH)
 
 
 def run_to_end(loop: Loop) -> None:

@@ -19,6 +19,7 @@ from engine_builder.building.build_plan import BuildPlan, Size
 from engine_builder.networks.network import ModuleReader
 from engine_builder.quantization.policy import Policy
 from engine_builder.quantization.quantization_plan import Quantization
+from model.engines.features import GUIDED_ZEROS, engine_name, parse_name
 from model.images.encode import Pixels
 from model.loading.select import Selection
 from model.loading.target import Target
@@ -108,8 +109,9 @@ def with_engines(manifest: Manifest, planned: Iterable[PlannedEngine]) -> Manife
                 build_seconds=1,
             )  # fmt: skip
         )
-        spec = find_component(name)[0]
-        blobs = (_blob(f"{spec.same_as or spec.name} {precision} {layout}"),)
+        component, features, _ = parse_name(name)  # a paired variant has the weights of its twin
+        owner = find_component(name).same_as or engine_name(component, features - {GUIDED_ZEROS})
+        blobs = (_blob(f"{owner} {precision} {layout}"),)
         weights[name, precision.name, layout] = WeightsRecord(
             component=name, precision=precision, layout=layout, blobs=blobs
         )

@@ -107,7 +107,7 @@ class Gate:
 class GatedLoop(EagerLoop):
     def __init__(self, gate: Gate, model: LoadedModel, key: LoopKey) -> None:
         unet, height, width = key
-        super().__init__(model.step_networks(unet, height, width), height, width)
+        super().__init__(model.denoiser(unet, height, width), height, width)
         self.key = key
         self._gate = gate
 

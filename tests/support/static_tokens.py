@@ -3,19 +3,17 @@
 import copy
 from dataclasses import replace
 
-from model.denoising.loop import StepNetworks
+from model.denoising.networks import Denoiser
 from model.engines.engine import EngineSet
 from model.engines.signatures import TOKENS
 
 
-def with_static_tokens(networks: StepNetworks, tokens: int = 77) -> StepNetworks:
+def with_static_tokens(denoiser: Denoiser, tokens: int = 77) -> Denoiser:
     """Return the same engines with signatures that state `tokens`."""
     return replace(
-        networks,
-        unet=_static(networks.unet, tokens),
-        controlled=None if networks.controlled is None else _static(networks.controlled, tokens),
-        image_prompted=None if networks.image_prompted is None else _static(networks.image_prompted, tokens),
-        controlnets={name: _static(engines, tokens) for name, engines in networks.controlnets.items()},
+        denoiser,
+        variants=tuple(replace(one, engines=_static(one.engines, tokens)) for one in denoiser.variants),
+        before=tuple(replace(one, engines=_static(one.engines, tokens)) for one in denoiser.before),
     )
 
 

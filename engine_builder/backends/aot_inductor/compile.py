@@ -26,6 +26,7 @@ from engine_builder.networks.bands import BANDS_VERSION
 from engine_builder.networks.network import NETWORK_VERSION, Network, digest_json, library_versions, public_name
 from engine_builder.networks.vae import splits_scores
 from model.engines.aot_inductor.package import IDENTITY, Identity
+from model.engines.features import LORA
 from model.engines.shapes import DTYPES, dtype_name, shape_at, symbol_of
 from model.engines.signatures import CLIP_SKIP, LORA_DOWN, LORA_UP, TOKENS
 from model.loading.target import Target, detect_targets
@@ -81,11 +82,11 @@ def engine_key(network: Network, target: Target, bucket: Bucket) -> str:
     optional: dict[str, Any] = {"quantized": [linear_version, *sorted(network.clips)]} if network.clips else {}
     if has_quantized_convs(network.module):
         optional["convolutions"] = CONV_VERSION
-    if target.device == "cuda" and find_component(network.component)[0].low_rank_of:
+    if target.device == "cuda" and LORA in find_component(network.component).features:
         optional["low_rank"] = LOW_RANK_VERSION
     if network.bands > 1:
         optional["bands"] = [BANDS_VERSION, network.bands]
-    if target.device == "cuda" and find_component(network.component)[0].precision_rule == "vae":
+    if target.device == "cuda" and find_component(network.component).precision_rule == "vae":
         batch, height, width = sizes_of(bucket, "max")
         if splits_scores(batch, height * width // (network.multiple or 1) ** 2):
             optional["attention"] = "in pieces"
@@ -93,7 +94,7 @@ def engine_key(network: Network, target: Target, bucket: Bucket) -> str:
         {
             "recipe": COMPILER_VERSION,
             "form": NETWORK_VERSION,
-            "component": type(network.module).__name__,
+            "component": network.code_name,
             "architecture": network.architecture,
             "signature": network.signature.model_dump(mode="json"),
             "target": target.key,

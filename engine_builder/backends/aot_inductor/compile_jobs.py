@@ -85,7 +85,7 @@ def compile_jobs(
     when the generator is closed.
     """
     if processes > 1 and len(jobs) > 1:
-        longest_first = sorted(jobs, key=lambda job: find_component(job.component)[0].phase != "step")
+        longest_first = sorted(jobs, key=lambda job: find_component(job.component).phase != "step")
         yield from _compile_in_processes(longest_first, processes, on_start)
         return
     for job in jobs:

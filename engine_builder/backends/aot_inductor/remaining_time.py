@@ -23,7 +23,7 @@ _MIN_LEFT_SHARE = 0.05  # of an engine's expected seconds; a compiling engine is
 
 def expected_seconds(component: str, device: str) -> float:
     """Return the rough number of seconds that compiling an engine of `component` takes."""
-    spec, _ = find_component(component)
+    spec = find_component(component)
     table = _CPU_SECONDS if device == "cpu" else _GPU_SECONDS
     return table.get((spec.phase, spec.batch_unit), _OTHER_SECONDS)
 

@@ -72,7 +72,7 @@ def graph_key(network: Network, opset: int = OPSET) -> str:
             "recipe": EXPORT_VERSION,
             "form": NETWORK_VERSION,
             "opset": opset,
-            "component": type(network.module).__name__,
+            "component": network.code_name,
             "architecture": network.architecture,
             "signature": network.signature.model_dump(mode="json"),
             "precision": network.precision.name,

@@ -174,7 +174,7 @@ class _ObservedEngines(EngineSet):
     """The engines of another set. `observe` is called after each run."""
 
     def __init__(self, engines: EngineSet, observe: Observe) -> None:
-        super().__init__(engines.engines, engines.guided)
+        super().__init__(engines.engines)
         self._observe = observe
 
     def run(self, inputs: Tensors, height: int = 0, width: int = 0) -> dict[str, torch.Tensor]:

@@ -31,7 +31,7 @@ from model.denoising.loop import Conditioning, ImageState, Known
 from model.denoising.prediction import predict_noise
 from model.denoising.samplers import KNOWN_COEFFICIENTS, sampler_schedule
 from model.denoising.step import advance, keep_known
-from model.denoising.step_plan import StepPlan
+from model.denoising.step_plan import StepPlan, needs_by_step
 from model.engines.shapes import DTYPES
 from model.engines.signatures import CONTROL_SCALE as CONTROL_SCALE_INPUT
 from model.engines.signatures import KEYS_VALUES, control_input
@@ -100,7 +100,7 @@ class PredictNoise(PipelineModel):
                 "pipeline has one UNet.",
                 "Use the loop (`preheat export-triton --loop`), or set PREHEAT_PRECISION=fp16.",
             )
-        self._networks = self.model.step_networks(UNET, self.height, self.width)
+        self._denoiser = self.model.denoiser(UNET, self.height, self.width)
         controls = controls_of(self.manifest)
         self._scales = {name: control_tensor(name, CONTROL_SCALE_INPUT) for name in controls}
         self._control_keys = [(name, spec.name) for name in controls for spec in control_specs(self.manifest, name)]
@@ -122,19 +122,22 @@ class PredictNoise(PipelineModel):
         latents, steps = inputs["latents"], inputs["step"][:, 0].long()  # [images, channels, height/8, width/8]
         images = [self._image(index, inputs) for index in range(len(latents))]
         rows = inputs[COEFFICIENT_ROWS][torch.arange(len(latents), device=latents.device), steps]
-        return predict_noise(self._networks, images, rows[:, 0].reshape(-1, 1, 1, 1) * latents, self.height, self.width)
+        return predict_noise(self._denoiser, images, rows[:, 0].reshape(-1, 1, 1, 1) * latents, self.height, self.width)
 
     def _image(self, index: int, inputs: Tensors) -> ImageState:
         """Return the state of one image before its next step."""
         cond, *uncond = (Conditioning(self._inputs_of_text(index, text, inputs)) for text in range(self.texts))
         guidance = inputs["guidance"][index].cpu().numpy()
+        uses = {name: inputs[scale][index, :, 0].cpu().numpy() != 0 for name, scale in self._scales.items()}
         plan = StepPlan(
             self._schedule,
             guidance,
             self.served.defaults.guidance_rescale,
             np.where(guidance > 1, self.texts, 1).astype(np.int8),
             np.arange(self.steps),
-            controls={name: inputs[scale][index, :, 0].cpu().numpy() != 0 for name, scale in self._scales.items()},
+            needs_by_step((), uses, self.steps),
+            uses,
+            np.zeros(self.steps, np.bool_),
         )
         step, negative = int(inputs["step"][index]), uncond[0] if uncond else None
         return ImageState(index, self._generator, plan, cond=cond, uncond=negative, step=step)

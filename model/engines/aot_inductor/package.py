@@ -13,6 +13,7 @@ from collections.abc import Collection
 
 from pydantic import BaseModel, ValidationError
 
+from model.engines.features import parse_name
 from model.errors import EngineError
 from model.store.manifest import Bucket, EngineRecord, Signature
 
@@ -29,9 +30,14 @@ class Identity(BaseModel):
     signature: Signature
 
 
+def folder_name(component: str) -> str:
+    """Return the part of a package's top folder that names the code. It is the same for all ControlNets."""
+    return component.replace(".", "_") if parse_name(component).features else component.partition(".")[0]
+
+
 def top_folder(component: str, key: str) -> str:
-    """Return the name of a package's top folder. The code of all ControlNets of one architecture has the same name."""
-    return f"{component.partition('.')[0]}-{key[:12]}"
+    """Return the name of a package's top folder."""
+    return f"{folder_name(component)}-{key[:12]}"
 
 
 def check_package(component: str, package: bytes) -> None:
@@ -51,8 +57,8 @@ def check_package(component: str, package: bytes) -> None:
 def check_identity(record: EngineRecord, package: bytes, others: Collection[str]) -> None:
     """Refuse a package that was compiled for another component, key, bucket or signature than its record states.
 
-    `others`: the components whose code the record's component cannot share. A package without such a top folder or
-    without `IDENTITY` is accepted. Raises EngineError.
+    `others`: the `folder_name`s of code that the record's component cannot share. A package without such a top folder
+    or without `IDENTITY` is accepted. Raises EngineError.
     """
     check_package(record.component, package)
     with zipfile.ZipFile(io.BytesIO(package)) as archive:

@@ -37,7 +37,7 @@ _COMPONENTS = table(
         REFINER_TEXT_ENCODER_2, "refiner", "text_encoder_2", "PooledTextNetwork", signatures.pooled_text_signature,
         "prompt", "text", same_as=TEXT_ENCODER_2,
     ),
-    *unet_components("refiner", "refiner_", ()),
+    *unet_components("refiner", "refiner_"),
 )  # fmt: skip
 
 

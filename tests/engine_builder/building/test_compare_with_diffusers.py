@@ -96,7 +96,7 @@ def test_compares_all_networks_of_a_plan(
     gpu = replace(target, device="cuda")
     plan = plan_of(checkpoint, gpu, lora_rank=2, bands=(2,), sizes=(Size(2, 256, 256),))
     report = compare_with_diffusers(plan)
-    steps = {name for name in plan.components if find_component(name)[0].phase == "step"} - {"unet_ip"}
+    steps = {name for name in plan.components if find_component(name).phase == "step"} - {"unet_ip"}
     others = {"text_encoder", "text_encoder_2", "vae_encoder", "vae_decoder", "safety_checker"}
     of_adapters = {f"image_encoder.{kind}" for kind in kinds} | {f"unet_ip with {kind}" for kind in kinds}
     assert {one.name for one in report.networks} == steps | others | of_adapters

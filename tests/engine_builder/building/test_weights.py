@@ -9,7 +9,7 @@ from engine_builder.building.weights import group_tensors, write_weights
 from engine_builder.checkpoints import random_models
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.networks.network import load_network
-from engine_builder.networks.unet import UnetNetwork, UnetTextNetwork, UnetTimeNetwork
+from engine_builder.networks.unet import StepUnet, UnetTextNetwork, UnetTimeNetwork
 from engine_builder.stores.store import open_writable_store
 from model.errors import PreheatError
 from model.store.precision import FP32
@@ -49,7 +49,7 @@ def test_groups_are_ordered_and_within_the_limit() -> None:
 
 def test_every_tensor_of_sdxl_fits_into_a_blob() -> None:
     for unet in ("unet", "refiner_unet"):
-        for wrapper in (UnetTextNetwork, UnetTimeNetwork, UnetNetwork):
+        for wrapper in (UnetTextNetwork, UnetTimeNetwork, StepUnet):
             with torch.device("meta"):
                 network = wrapper(random_models.make_network(unet))  # in fp32, where tensors are largest
             tensors = dict(network.named_parameters())

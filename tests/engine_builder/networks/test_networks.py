@@ -193,7 +193,7 @@ def test_gpu_build_has_a_variant_for_guided_images(toy_folder: Path, folder_copy
     gpu = replace(target, device="cuda", product="h200", capability="sm90")
     sizes = (Size(1, 512, 512), Size(2, 512, 512), Size(5, 512, 512), Size(8, 512, 768))
     plan = BuildPlan("toy", Checkpoint(toy_folder), None, gpu, FP32, sizes)
-    names = (spec.UNET, spec.UNET_GUIDED)
+    names = (spec.UNET, "unet_guided")
     at = plan.components.index(spec.UNET)
     assert plan.components[at : at + 3] == (*names, spec.VAE_ENCODER)  # a variant follows its component
     networks = [load_network(Checkpoint(toy_folder), name, FP32, "meta") for name in names]

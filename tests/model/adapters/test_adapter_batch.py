@@ -25,7 +25,6 @@ from model.loading.warmup import warm_up
 from model.pipeline.params import GenerationParams, Mask
 from model.pipeline.request_plan import plan_request
 from model.pipeline.runner import Runner
-from model.pipeline.spec import UNET, UNET_LORA
 from model.pipeline.text_to_image import generate
 from model.scheduling.scheduler import Scheduler
 from model.settings import Limits
@@ -103,7 +102,7 @@ REQUESTS = [
 def test_images_of_a_batch_are_those_of_diffusers(adapted: Loaded, reference: Reference) -> None:
     images, _, _ = generate(adapted.model, REQUESTS)
     for request, image in zip(REQUESTS, images, strict=True):
-        assert plan_request(adapted.model, request).first.loop[0] == UNET_LORA
+        assert plan_request(adapted.model, request).adapters.packed == request.loras
         assert largest_difference(image, reference.generate(request)) <= TOLERANCE
         [[without]] = [generate(adapted.model, [replace(request, loras=())])[0]]
         assert largest_difference(image, without) > 5 * TOLERANCE
@@ -126,7 +125,7 @@ def test_adapters_change_requests_with_an_image(with_mask: bool, adapted: Loaded
     request = replace(REQUESTS[0], image=image, strength=0.75)
     if with_mask:
         request = replace(request, masks=(Mask(mask, request.prompt, request.negative_prompt, strength=0.75),))
-    assert plan_request(adapted.model, request).first.loop[0] == UNET_LORA
+    assert plan_request(adapted.model, request).adapters.packed == request.loras
     [packed] = generate(adapted.model, [request])[0]
     with merging(adapted):
         [merged] = generate(adapted.model, [request])[0]
@@ -146,16 +145,16 @@ def test_adapters_change_prompts_of_several_chunks(adapted: Loaded, reference: R
 
 
 def test_sum_of_ranks_decides_the_way(adapted: Loaded) -> None:
-    for names, unet in {
-        ("four",): UNET_LORA,
-        ("four", "one", "three"): UNET_LORA,
-        ("nine",): UNET,
-        ("nine", "one"): UNET,
-        (): UNET,
+    for names, is_packed in {
+        ("four",): True,
+        ("four", "one", "three"): True,
+        ("nine",): False,
+        ("nine", "one"): False,
+        (): False,
     }.items():
         loras = tuple((name, 1.0) for name in names)
         plan = plan_request(adapted.model, params(*loras))
-        assert (plan.first.loop[0], plan.adapters.merged) == (unet, () if unet == UNET_LORA else loras)
+        assert (plan.adapters.packed, plan.adapters.merged) == ((loras, ()) if is_packed else ((), loras))
 
 
 def test_offline_merge_gives_the_same_image(

@@ -12,7 +12,7 @@ from diffusers import UNet2DConditionModel
 from engine_builder.kernels.fp8_conv import can_quantize_conv, quantize_conv
 from engine_builder.kernels.fp8_linear import quantize_linear
 from engine_builder.networks.network import public_name
-from engine_builder.networks.unet import UnetNetwork, UnetTextNetwork, UnetTimeNetwork
+from engine_builder.networks.unet import StepUnet, UnetTextNetwork, UnetTimeNetwork
 from model.adapters.layers import find_layers
 from model.adapters.merge import AdaptableWeights, Factors
 from model.weights.fp8 import quantize
@@ -20,7 +20,7 @@ from model.weights.layout import from_stored, to_stored
 from tests.support.adapters import Delta
 
 Tensors = dict[str, torch.Tensor]
-NETWORKS = {"unet": UnetNetwork, "unet_text": UnetTextNetwork, "unet_time": UnetTimeNetwork}
+NETWORKS = {"unet": StepUnet, "unet_text": UnetTextNetwork, "unet_time": UnetTimeNetwork}
 
 
 def wide_unet() -> UNet2DConditionModel:
@@ -164,7 +164,7 @@ def test_merges_convolutions_in_8_bits(gpu_layout: bool) -> None:
     unet = wide_unet()
     layout = "channels_last" if gpu_layout else "plain"
     originals = server_tensors(unet, gpu_layout)["unet"]
-    module = UnetNetwork(copy.deepcopy(unet), use_winograd=gpu_layout)
+    module = StepUnet(copy.deepcopy(unet), use_winograd=gpu_layout)
     convolutions = {public_name(name): child for name, child in module.named_modules() if can_quantize_conv(child)}
     assert any(original.ndim == 3 for original in originals.values()) == gpu_layout
     assert any(name.endswith(".phases") for name in convolutions) and len(convolutions) > 8
@@ -179,7 +179,7 @@ def test_merges_convolutions_in_8_bits(gpu_layout: bool) -> None:
     deltas = {name: delta for name, delta in deltas_of(unet, 2, seed=1).items() if name in layers}
     assert len(deltas) == len(convolutions)
     weights.merge([(factors_of(deltas), 0.1)])
-    merged = UnetNetwork(with_deltas(unet, [(deltas, 0.1)]))
+    merged = StepUnet(with_deltas(unet, [(deltas, 0.1)]))
     exact = {public_name(name): tensor for name, tensor in merged.named_parameters()}
     for name in convolutions:
         scale = served[f"{name}.weight_scale"][:, None, None, None]

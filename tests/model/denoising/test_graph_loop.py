@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from model.cuda.graphs import StepQueue
 from model.denoising.buffers import buffer_shapes
 from model.denoising.graph_loop import GraphLoop
-from model.denoising.loop import StepNetworks
+from model.denoising.networks import Denoiser
 from model.denoising.sampler_specs import SAMPLERS
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.text_to_image import denoise
@@ -80,9 +80,10 @@ def test_loop_allocates_exactly_its_buffer_shapes(model: LoadedModel, batches: t
     """A load compares them with the free memory."""
     unet, device = bucketed(model, *batches), torch.device("meta")
     with Allocations(device) as allocated:
-        GraphLoop(StepNetworks(unet, ["time_embeds"]), HEIGHT, WIDTH, device)
-    shapes = buffer_shapes([unet.signature], ["time_embeds"], HEIGHT, WIDTH, batches)
-    assert {"cond keys_values", "cond time_embeds", "batch keys_values"} < {*shapes}
+        GraphLoop(Denoiser((unet,)), HEIGHT, WIDTH, device)
+    networks = [network for _, network in Denoiser((unet,)).shapes(HEIGHT, WIDTH)]
+    shapes = buffer_shapes(networks, HEIGHT, WIDTH)
+    assert {"slot keys_values", "slot time_embeds", "entry keys_values"} < {*shapes}
     assert allocated.bytes == sum(buffer.bytes for buffer in shapes.values())
 
 
@@ -107,7 +108,8 @@ def test_other_settings_need_no_new_capture(model: LoadedModel) -> None:
     for scheduler in SAMPLERS:
         denoise(loop, [make_image(model, scheduler=scheduler, num_inference_steps=5, guidance_scale=3.0)])
     denoise(loop, [make_image(model, timesteps=(900, 500, 1), num_inference_steps=3, guidance_rescale=0.7)])
-    assert queue.captured == 5 and queue.replays == 5 * len(SAMPLERS) + 4 + 3  # Heun has 9 entries
+    # A step is a call and an update. Heun has 9 entries.
+    assert queue.captured == 6 and queue.replays == 2 * (5 * len(SAMPLERS) + 4 + 3)
 
 
 class LateQueue(StepQueue, TorchDispatchMode):

@@ -226,16 +226,6 @@ def test_refuses_an_empty_batch_and_missing_inputs() -> None:
         engines.run({}, 64, 64)
 
 
-def test_keeps_variants_apart_from_other_engines() -> None:
-    """The variant serves one order of the halves of classifier-free guidance, the other engines any order."""
-    [batch_1, batch_2], [guided] = static_engines(1, 2), static_engines(2)
-    engines = EngineSet([batch_2, batch_1], [guided])
-    assert engines.of_size(64, 64) == engines.serving(64, 64) == [batch_1, batch_2]
-    assert engines.of_size(64, 64, guided=True) == [guided] and engines.of_size(1024, 64, guided=True) == []
-    engines.run({"x": latents(2, 64, 64)}, 64, 64)
-    assert (batch_2.batches, guided.batches) == ([2], [])
-
-
 def test_refuses_a_set_of_engines_with_different_inputs() -> None:
     renamed = Signature(
         inputs=(TensorSpec(name="other", dtype="float32", shape=TOY_SIGNATURE.inputs[0].shape),),
@@ -243,8 +233,6 @@ def test_refuses_a_set_of_engines_with_different_inputs() -> None:
     )
     with pytest.raises(EngineError, match="differ in what they take and return.*`preheat build`"):
         EngineSet([BucketedEngine(Span(min=1, max=1)), BucketedEngine(Span(min=2, max=2), signature=renamed)])
-    with pytest.raises(EngineError, match="differ in what they take and return"):
-        EngineSet(static_engines(2), [BucketedEngine(Span(min=2, max=2), signature=renamed)])
 
 
 # -- eager --------------------------------------------------------------------------------------------------------

@@ -167,13 +167,14 @@ def test_loads_variants_with_their_unet(store: WritableLocalStore, entries: Entr
     loaded = load(store)
     unet = loaded.model.engines["unet"]
     assert [engine.component for engine in unet.engines] == ["unet"] * 2
-    [engine] = unet.of_size(64, 64, guided=True)
+    paired = loaded.model.engines["unet_guided"]
+    [engine] = paired.of_size(64, 64)
     assert engine.bucket == Bucket.model_validate(small["bucket"]) and engine.component == "unet_guided"
-    assert unet.of_size(128, 64, guided=True) == []
+    assert paired.of_size(128, 64) == []
     assert loaded.weight_bytes == plain.weight_bytes  # the UNet's weights count once
     assert loaded.served.sizes == SizeList(((64, 64), (64, 128)))  # variants do not limit the sizes
-    assert loaded.model.engines.keys() == plain.model.engines.keys() == {*BASE_COMPONENTS}
-    assert not plain.model.engines["unet"].guided
+    assert loaded.model.engines.keys() - plain.model.engines.keys() == {"unet_guided"}
+    assert plain.model.engines.keys() == {*BASE_COMPONENTS}
 
 
 def test_ignores_the_unconditional_unet_of_an_earlier_build(store: WritableLocalStore, entries: Entries) -> None:

@@ -32,7 +32,7 @@ from model.loading.target import Target, detect_targets
 from model.loading.warmup import warm_up
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import Control, GenerationParams, ImagePrompt
-from model.pipeline.spec import UNET, UNET_CONTROLLED, UNET_IP
+from model.pipeline.spec import CONTROLLED_UNET, IP_UNET, UNET
 from model.pipeline.text_to_image import generate
 from model.settings import ServedBucket
 from model.store.manifest import Bucket, Manifest, Span
@@ -162,8 +162,8 @@ def test_chains_masks_with_conditions(toy: Loaded, reference: Reference) -> None
 
 def with_graph_loop(toy: Loaded, tokens: int = 77) -> LoadedModel:
     """Return the model with a loop that has the buffers of a GPU's, and whose graphs run op by op."""
-    networks = with_static_tokens(toy.model.step_networks(UNET, SIDE, SIDE), tokens)
-    return replace(toy.model, loops={(UNET, SIDE, SIDE): GraphLoop(networks, SIDE, SIDE, toy.model.device)})
+    denoiser = with_static_tokens(toy.model.denoiser(UNET, SIDE, SIDE), tokens)
+    return replace(toy.model, loops={(UNET, SIDE, SIDE): GraphLoop(denoiser, SIDE, SIDE, toy.model.device)})
 
 
 def test_requests_with_and_without_conditions_share_a_batch(toy: Loaded, reference: Reference) -> None:
@@ -300,7 +300,7 @@ def test_refuses_conditions_that_the_release_lacks(
 def test_a_release_has_shared_weights_once(store: WritableStore) -> None:
     manifest = store.read_release("toy/1")
     identities = {record.component: record.identity for record in manifest.weights}
-    assert identities[UNET] == identities[UNET_CONTROLLED] == identities[UNET_IP]
+    assert identities[UNET] == identities[CONTROLLED_UNET] == identities[IP_UNET]
     keys = {engine.component: engine.key for engine in manifest.engines}
     assert keys["controlnet.edges"] == keys["controlnet.depth"]  # one architecture, compiled once
     assert identities["controlnet.edges"] != identities["controlnet.depth"]
@@ -339,7 +339,7 @@ def test_warm_up_runs_every_network(store: WritableStore, monkeypatch: pytest.Mo
     assert ran == {*loaded.model.engines}
 
 
-MOST_PIXELS = {UNET_IP: 64, UNET_CONTROLLED: 128, "controlnet_image.edges": 128}  # by component, of a side
+MOST_PIXELS = {IP_UNET: 64, CONTROLLED_UNET: 128, "controlnet_image.edges": 128}  # by component, of a side
 
 
 def smaller(component: str, bucket: Bucket) -> Bucket:
@@ -376,8 +376,8 @@ def test_fewer_sizes_limit_only_requests_that_use_them(fewer_sizes: Manifest, to
     assert loaded.served.sizes == toy.served.sizes
     assert loaded.served.ip_adapter_sizes == SizeList(((64, 64),))
     warm_up(loaded)  # at a size that they have
-    networks = model.step_networks(UNET, 256, 256)
-    assert networks.image_prompted is None and networks.controlled is None and not networks.controlnets
+    denoiser = model.denoiser(UNET, 256, 256)
+    assert [variant.features for variant in denoiser.variants] == [frozenset()] and not denoiser.before
     described = describe(loaded.summary)
     assert described["ip_adapter_sizes"] == {"sizes": [[64, 64]]}
     assert described["control_sizes"]["edges"]["max"] == 128

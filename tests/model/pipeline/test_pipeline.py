@@ -13,6 +13,7 @@ from engine_builder.stores.store import WritableStore
 from model.adapters.library import AdapterLibrary
 from model.engines.aot_inductor.compiled_engine import AotInductorEngine
 from model.engines.engine import EngineSet
+from model.engines.features import LORA
 from model.errors import BrokenImage, OverflowingRequest
 from model.loading.load import Loaded
 from model.loading.select import select
@@ -22,7 +23,7 @@ from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import REPAINTED_LEVEL, Mask
 from model.pipeline.runner import Runner
 from model.pipeline.text_to_image import generate
-from model.store.manifest import Bucket, Span
+from model.store.manifest import Bucket, Span, TensorSpec
 from tests.support.deployments import deployed
 from tests.support.images import largest_difference
 from tests.support.linear_networks import PLAIN, linear_model, stub
@@ -36,14 +37,18 @@ def model() -> LoadedModel:
 
 def test_merges_adapters_at_sizes_without_their_unet(model: LoadedModel) -> None:
     """The UNet that takes adapters as inputs is optional, and may lack sizes."""
-    engine = replace(stub(model, spec.UNET))
+    signature = stub(model, spec.UNET).signature
+    factors = tuple(TensorSpec(name=name, dtype="float32", shape=("rows", 1)) for name in ("lora_down", "lora_up"))
+    engine = replace(
+        stub(model, spec.UNET), signature=signature.model_copy(update={"inputs": signature.inputs + factors})
+    )
     engine.bucket = Bucket(batch=Span(min=1, max=8), height=Span(min=64, max=64), width=Span(min=64, max=64))
-    model.engines[spec.UNET_LORA] = EngineSet([engine])
+    model.engines["unet_lora"] = EngineSet([engine])
     model.adapters = create_autospec(AdapterLibrary, instance=True)
     loras = (("style", 1.0),)
-    for width, unet, merged in ((64, spec.UNET_LORA, ()), (96, spec.UNET, loras)):
+    for width, merged in ((64, ()), (96, loras)):
         plan = Runner(model).plan(replace(PLAIN, height=64, width=width, loras=loras))
-        assert (plan.first.loop[0], plan.adapters.merged) == (unet, merged)
+        assert plan.adapters.merged == merged and (LORA in plan.first.step_plan.needs[0]) == (not merged)
 
 
 def batches_of(model: LoadedModel, component: str) -> list[int]:

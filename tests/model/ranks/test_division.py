@@ -11,7 +11,8 @@ import torch
 from model.cuda.graphs import StepQueue
 from model.denoising.eager_loop import EagerLoop
 from model.denoising.graph_loop import GraphLoop
-from model.denoising.loop import ImageState, Loop, StepNetworks
+from model.denoising.loop import ImageState, Loop
+from model.denoising.networks import Denoiser, DenoiserVariant
 from model.denoising.ranks import ALONE, Ranks
 from model.engines.engine import EngineSet
 from model.pipeline import spec
@@ -71,17 +72,17 @@ class CapturingQueue(StepQueue):
         return work
 
 
-def graph_loop(networks: StepNetworks) -> GraphLoop:
+def graph_loop(denoiser: Denoiser) -> GraphLoop:
     device = torch.device("cpu")
-    return GraphLoop(networks, HEIGHT, WIDTH, device, CapturingQueue(device))
+    return GraphLoop(denoiser, HEIGHT, WIDTH, device, CapturingQueue(device))
 
 
-def eager_loop(networks: StepNetworks) -> EagerLoop:
-    return EagerLoop(networks, HEIGHT, WIDTH)
+def eager_loop(denoiser: Denoiser) -> EagerLoop:
+    return EagerLoop(denoiser, HEIGHT, WIDTH)
 
 
 def latents_of(
-    model: LoadedModel, make_loop: Callable[[StepNetworks], Loop], ranks: Ranks, batches: tuple[int, ...]
+    model: LoadedModel, make_loop: Callable[[Denoiser], Loop], ranks: Ranks, batches: tuple[int, ...]
 ) -> list[torch.Tensor]:
     """Return the latents of REQUESTS, which share a loop of these ranks. `batches`: those of the UNet's engines."""
     runner, images = Runner(model), list[ImageState]()
@@ -89,10 +90,9 @@ def latents_of(
         plan = runner.plan(replace(PLAIN, **changes))  # type: ignore[arg-type]
         images += plan.images()
         runner.advance(plan, images[-1], EncodedOnce([0]))
-    networks = model.step_networks(spec.UNET, HEIGHT, WIDTH)
-    networks = replace(networks, unet=static_unet(model, *batches), ranks=ranks)
+    denoiser = Denoiser((DenoiserVariant(static_unet(model, *batches)),), ranks=ranks)
     with torch.inference_mode():
-        denoise(make_loop(networks), images)
+        denoise(make_loop(denoiser), images)
     return [image.latents for image in images]
 
 
@@ -110,7 +110,7 @@ def test_each_entry_has_a_rank_and_all_shares_are_equal(entries: int, size: int,
 @pytest.mark.parametrize("make_loop", [eager_loop, graph_loop])
 @pytest.mark.parametrize("size, batches", [(2, (1,)), (3, (2,)), (2, (1, 2, 5)), (3, (1, 2, 5))])
 def test_ranks_compute_the_latents_of_one_loop(
-    make_loop: Callable[[StepNetworks], Loop], size: int, batches: tuple[int, ...]
+    make_loop: Callable[[Denoiser], Loop], size: int, batches: tuple[int, ...]
 ) -> None:
     expected = latents_of(linear_model(), make_loop, ALONE, batches)
     barrier, results = threading.Barrier(size), list[torch.Tensor | None]([None] * size)

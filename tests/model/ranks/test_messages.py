@@ -43,15 +43,15 @@ def image_with_all_fields() -> ImageState:
         guidance_rescale=0.5,
         entries=np.array([2, 2, 1], np.int8),
         requested_step=np.array([0, 0, 1]),
-        controls={"canny": np.array([True, False, False])},
-        image_prompts=True,
+        needs=(frozenset({"control"}), frozenset(), frozenset()),
+        uses={"canny": np.array([True, False, False])},
+        exact=np.array([True, False, True]),
     )
     image = ImageState(
         3,
         generator,
         plan,
         latents=tensor(1, 4, 8, 12),
-        denoised=tensor(1, 4, 8, 12),
         cond=Conditioning({"a": tensor(1, 2), "shared": shared}),
         uncond=Conditioning({"a": tensor(1, 2), "shared": shared}, is_zero=True),
         step=1,
@@ -103,7 +103,7 @@ def same(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("name", [one.name for one in fields(ImageState)])
 def test_each_field_is_sent_or_marked_as_local(name: str) -> None:
-    image, empty = image_with_all_fields(), ImageState(0, torch.Generator(), StepPlan(*[None] * 5))  # type: ignore
+    image, empty = image_with_all_fields(), ImageState(0, torch.Generator(), StepPlan(*[None] * 8))  # type: ignore
     assert not same(getattr(image, name), getattr(empty, name)), f"image_with_all_fields sets no {name}"
     [one] = [one for one in fields(ImageState) if one.name == name]
     expected = empty if one.metadata == LOCAL else image
@@ -117,5 +117,5 @@ def test_image_with_defaults_is_sent() -> None:
 
 def test_shared_tensor_is_sent_once() -> None:
     image, tensors = sent(image_with_all_fields())
-    assert len(tensors) == len({id(tensor) for tensor in tensors}) == 2 + 3 + 3 + 1
+    assert len(tensors) == len({id(tensor) for tensor in tensors}) == 1 + 3 + 3 + 1
     assert image.uncond is not None and image.cond.inputs["shared"] is image.uncond.inputs["shared"]

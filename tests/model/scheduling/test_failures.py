@@ -110,7 +110,7 @@ def test_error_after_the_last_step_of_an_image(
                 raise failure
             return []
 
-    model.loops[spec.UNET, 64, 64] = FailingLoop(model.step_networks(spec.UNET, 64, 64), 64, 64)
+    model.loops[spec.UNET, 64, 64] = FailingLoop(model.denoiser(spec.UNET, 64, 64), 64, 64)
     with paused(scheduler):
         failing = scheduler.submit(params(1, width=64, num_images=2))
         others = [scheduler.submit(params(seed, num_inference_steps=40)) for seed in (2, 3, 4)]
@@ -129,7 +129,7 @@ def test_image_that_cannot_join_the_refiner_fails_alone(model: LoadedModel, sche
         def add(self, image: ImageState) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    model.loops[spec.REFINER_UNET, 64, 96] = FullLoop(model.step_networks(spec.REFINER_UNET, 64, 96), 64, 96)
+    model.loops[spec.REFINER_UNET, 64, 96] = FullLoop(model.denoiser(spec.REFINER_UNET, 64, 96), 64, 96)
     refined, other = scheduler.submit(params(1, use_refiner=True)), scheduler.submit(params(2, num_inference_steps=40))
     with pytest.raises(torch.OutOfMemoryError):
         results(refined)
@@ -144,7 +144,7 @@ def test_failed_preview_fails_its_request_only(model: LoadedModel, scheduler: Sc
         def latents(self, image: ImageState) -> torch.Tensor:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    model.loops[spec.UNET, 64, 96] = FailingLoop(model.step_networks(spec.UNET, 64, 96), 64, 96)
+    model.loops[spec.UNET, 64, 96] = FailingLoop(model.denoiser(spec.UNET, 64, 96), 64, 96)
     with paused(scheduler):
         previewed = scheduler.submit(params(1, num_images=2, num_inference_steps=40), lambda event: None, 4)
         others = [scheduler.submit(params(2)), scheduler.submit(params(3, width=64, num_inference_steps=50))]

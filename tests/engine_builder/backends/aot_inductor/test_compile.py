@@ -93,7 +93,7 @@ def test_engine_contains_no_tensor_bytes(component: str, published: Published) -
 
 @pytest.mark.parametrize("component", BASE_COMPONENTS)
 def test_engine_computes_with_the_mapped_weights(component: str, published: Published, folder_copy: Path) -> None:
-    subfolder = find_component(component)[0].checkpoint_folder
+    subfolder = find_component(component).checkpoint_folder
     before = load_network(Checkpoint(folder_copy), component, FP32)
     edit_weights(folder_copy / subfolder, perturb)
     after = load_network(Checkpoint(folder_copy), component, FP32)
