@@ -87,7 +87,6 @@ def buffer_shapes(networks: Sequence[NetworkShape], height: int, width: int) -> 
     differs by step is stored by slot only.
     """
     latent_slots, cond_slots = slot_counts(networks)
-    entries = max(max(network.batches) for network in networks)
     plain = networks[0].signature
     [sample] = [spec for spec in plain.inputs if spec.name == SAMPLE]
     [noise] = plain.outputs
@@ -111,13 +110,22 @@ def buffer_shapes(networks: Sequence[NetworkShape], height: int, width: int) -> 
     }
     for network in networks:
         shapes[MAPPING + network.name] = BufferShape((MAPPING_ROWS, max(network.batches)), "int64")
+        entries = max(network.batches)
         for spec in network.sums:
-            shapes[SUM + spec.name] = BufferShape((entries + 1, *entry_shape(spec, height, width)), spec.dtype)
+            _enlarge(shapes, SUM + spec.name, entries + 1, spec, height, width)
         for name, (spec, one) in network.conditioning.items():
             slots, entry = latent_slots if one.scope == "image" else cond_slots, entry_shape(spec, height, width)
             if one.by_step:
                 shapes[BY_SLOT + name] = BufferShape((slots, MAX_STEPS, *entry), spec.dtype)
             else:
                 shapes[BY_SLOT + name] = BufferShape((slots, *entry), spec.dtype)
-                shapes[BY_ENTRY + name] = BufferShape((entries, *entry), spec.dtype)
+                _enlarge(shapes, BY_ENTRY + name, entries, spec, height, width)
     return shapes
+
+
+def _enlarge(
+    shapes: dict[str, BufferShape], name: str, entries: int, spec: TensorSpec, height: int, width: int
+) -> None:
+    """Give a buffer at least `entries` entries of a tensor."""
+    before = shapes[name].shape[0] if name in shapes else 0
+    shapes[name] = BufferShape((max(before, entries), *entry_shape(spec, height, width)), spec.dtype)

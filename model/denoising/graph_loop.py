@@ -276,9 +276,12 @@ class GraphLoop:
         self._clear()
         self._sums_are_zero = not any(used.values())
         for network, users in used.items():
-            if users and self._ranks.size > 1:
-                users = list(range(len(entries)))  # each rank adds to the sums of its own entries
-            if users:
+            if users and self._ranks.size > 1:  # each rank has its own entries, so all of them run
+                rows = [number if number in users else -1 for number in range(len(entries))]
+                self._run(
+                    network.engines, [entry._replace(row=row) for row, (_, entry) in zip(rows, entries, strict=True)]
+                )
+            elif users:
                 self._run(network.engines, [entries[user][1]._replace(row=user) for user in users])
 
     def _run(self, engines: EngineSet, entries: Sequence[_Entry]) -> None:

@@ -34,8 +34,8 @@ class StepNetwork:
 class DenoiserVariant:
     """Engines of a denoiser that take the inputs of the same features, in one precision.
 
-    paired: faster ones for calls whose images are all guided against zeros; None: there are none. The entries of their
-        batch are conditional and then, for the same images, unconditional.
+    paired: faster engines for calls whose images are all guided against zeros, or None. The entries of their batch are
+        conditional and then, for the same images, unconditional.
     exact: true if the weights are not quantized.
     """
 
@@ -80,7 +80,8 @@ class Denoiser:
         for exact, waiting in by_precision.items():
             while waiting:
                 needs = [image.needs for image in waiting]
-                variant = self._first(frozenset().union(*needs), exact) or self._first(max(needs, key=len), exact)
+                variant = self._smallest(frozenset().union(*needs), exact)
+                variant = variant or self._smallest(max(needs, key=len), exact)
                 assert variant is not None
                 calls.append((variant, [image for image in waiting if image.needs <= variant.features]))
                 waiting = [image for image in waiting if not image.needs <= variant.features]
@@ -93,8 +94,10 @@ class Denoiser:
         component, features = self.plain.engines.component, ", ".join(sorted(image.needs))
         raise EngineError(f"No {component} engine takes {features}.", "")
 
-    def _first(self, needs: frozenset[str], exact: bool) -> DenoiserVariant | None:
-        return next((one for one in self.variants if needs <= one.features and one.exact == exact), None)
+    def _smallest(self, needs: frozenset[str], exact: bool) -> DenoiserVariant | None:
+        """Return the variant of this precision with the fewest features among which `needs` are."""
+        found = (one for one in self.variants if needs <= one.features and one.exact == exact)
+        return min(found, key=lambda one: len(one.features), default=None)
 
     def shapes(self, height: int, width: int) -> list[tuple[EngineSet, NetworkShape]]:
         """Return all networks of a step at a size in pixels: the plain variant first, then others, then `before`."""

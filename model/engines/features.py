@@ -118,7 +118,7 @@ _OLDER_NAMES = {
 _NAMES = {engine: name for name, engine in _OLDER_NAMES.items()} | {
     EngineName("unet", frozenset({IMAGE_PROMPT, CONTROL})): "unet_ip"
 }
-_BANDS = re.compile(r"(.+)_([0-9]+)_bands")
+_BANDS = re.compile(r"(\w*unet)_([0-9]+)_bands")
 
 
 def parse_name(name: str) -> EngineName:

@@ -80,6 +80,7 @@ def loop_bytes(engines: Mapping[str, Sequence[EngineRecord]], ranks: int = 1) ->
     buffers for all entries.
     """
     served, exact = (_engine_sets(engines, is_first) for is_first in (True, False))
+    quantized = {e.component for records in engines.values() for e in records[:1] if e.precision.is_quantized}
     of_ranks = Ranks()
     of_ranks.size = ranks
     total = 0
@@ -88,7 +89,7 @@ def loop_bytes(engines: Mapping[str, Sequence[EngineRecord]], ranks: int = 1) ->
             continue
         buckets = [engine.bucket for engine in served[unet.name].engines]
         for height, width in {(one.height.max, one.width.max) for one in buckets if one.height and one.width}:
-            denoiser = find_denoiser(StepEngines(served, exact), unet.name, height, width, of_ranks)
+            denoiser = find_denoiser(StepEngines(served, exact, quantized), unet.name, height, width, of_ranks)
             if denoiser.plain.engines.is_static(height, width):
                 shapes = [shape for _, shape in denoiser.shapes(height, width)]
                 total += sum(buffer.bytes for buffer in buffer_shapes(shapes, height, width).values())

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from model.denoising.networks import Denoiser, DenoiserVariant, StepNetwork
 from model.denoising.ranks import ALONE, Ranks
 from model.engines.engine import Engine, EngineSet
-from model.engines.features import FEATURES, features_of, parse_name
+from model.engines.features import FEATURES, features_of, has, parse_name
 from model.pipeline.components import COMPONENTS
 from model.pipeline.spec import Components, added_component
 
@@ -85,10 +85,10 @@ def _variants(
     paired = {
         frozenset(name for name in own if not FEATURES[name].paired): engines[component]
         for component, own in features.items()
-        if any(FEATURES[name].paired for name in own) and ranks.size == 1
+        if has(own, "paired") and not any(map(_is_added, own)) and ranks.size == 1
     }
     for name, own in sorted(features.items(), key=lambda one: len(one[1])):
-        if not any(FEATURES[one].paired for one in own):
+        if not has(own, "paired"):
             yield DenoiserVariant(engines[name], own, paired.get(own), exact=name not in quantized)
 
 
