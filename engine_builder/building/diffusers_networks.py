@@ -308,9 +308,8 @@ def _ip_adapters(pair: Counterparts, adapters: Sequence[str]) -> Outputs:
             image_bias=bias, **residuals,
         )  # fmt: skip
         unet = pair.library(names.IP_UNET)
-        with open_adapter(files).tensors() as tensors:
-            with stored_types():
-                unet._load_ip_adapter_weights([_by_part(tensors)], low_cpu_mem_usage=False)
+        with stored_types(), open_adapter(files).tensors() as tensors:
+            unet._load_ip_adapter_weights([_by_part(tensors)], low_cpu_mem_usage=False)
         inputs = step.library_inputs | of_residuals
         inputs["added_cond_kwargs"] |= {"image_embeds": [of_library[:, None]]}
         yield f"{names.IP_UNET} with {name}", list(ours.values()), list(unet(**inputs))

@@ -8,6 +8,7 @@ from model.denoising.samplers import COEFFICIENTS, KNOWN_COEFFICIENTS
 from model.engines.features import Input
 from model.engines.shapes import shape_at
 from model.engines.signatures import TOKENS
+from model.errors import EngineError
 from model.store.manifest import Signature, TensorSpec
 from model.store.precision import DTYPE_BYTES, Dtype
 from model.validation import MAX_STEPS
@@ -84,7 +85,7 @@ def buffer_shapes(networks: Sequence[NetworkShape], height: int, width: int) -> 
     `networks`: the plain denoiser, its variants, and the networks before it.
 
     Conditioning that is the same in all steps is stored twice: by slot and by entry of a call. Conditioning that
-    differs by step is stored by slot only.
+    differs by step is stored by slot only. Raises EngineError if networks take an input of different shapes.
     """
     latent_slots, cond_slots = slot_counts(networks)
     plain = networks[0].signature
@@ -115,10 +116,13 @@ def buffer_shapes(networks: Sequence[NetworkShape], height: int, width: int) -> 
             _enlarge(shapes, SUM + spec.name, entries + 1, spec, height, width)
         for name, (spec, one) in network.conditioning.items():
             slots, entry = latent_slots if one.scope == "image" else cond_slots, entry_shape(spec, height, width)
-            if one.by_step:
-                shapes[BY_SLOT + name] = BufferShape((slots, MAX_STEPS, *entry), spec.dtype)
-            else:
-                shapes[BY_SLOT + name] = BufferShape((slots, *entry), spec.dtype)
+            by_slot = BufferShape((slots, *([MAX_STEPS] if one.by_step else []), *entry), spec.dtype)
+            if shapes.setdefault(BY_SLOT + name, by_slot) != by_slot:
+                raise EngineError(
+                    f"The engines of a step at {width}x{height} take {name} of different shapes or dtypes.",
+                    "Build all of them with the same options, for example --text-chunks, and publish a new release.",
+                )
+            if not one.by_step:
                 _enlarge(shapes, BY_ENTRY + name, entries, spec, height, width)
     return shapes
 

@@ -266,7 +266,8 @@ def _folders_with_other_code(component: str) -> set[str]:
     variants = [engine_name(unet.name, features) for unet in unets() for features in feature_sets()]
     variants += [engine_name(unet.name, bands=bands) for unet in unets() for bands in BAND_COUNTS]
     names = {*COMPONENTS, *ADDED_COMPONENTS, *variants}
-    return {folder_name(name) for name in names if _code_of(name) != _code_of(component)}
+    own = _code_of(component)
+    return {folder_name(name) for name in names if _code_of(name) != own}
 
 
 def _code_of(component: str) -> tuple[str, frozenset[str], int]:

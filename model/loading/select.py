@@ -114,23 +114,13 @@ def select(
     target = choose_target(manifest, sort_fastest_first(manifest, targets, names, versions, wanted), names)
     if wanted is not None:
         check_precision(manifest, target, wanted, "remove `precision` from the config")
-    engines = {name: choose_engines(manifest, name, target, buckets, wanted) for name in names}
-    optional = optional_components(manifest, target, wanted, with_adapters)
-    chosen = {name: choose_engines(manifest, name, target, buckets, wanted) for name in optional}
-    added = _added_components(manifest)
-    incomplete = chosen.keys() & {name for components in added for name in components}
-    for components in added:
-        if all(chosen.get(name) for name in components):
-            incomplete -= set(components)
-    engines |= {name: records for name, records in chosen.items() if records and name not in incomplete}
-    if deployment.safety != "off":
-        engines[SAFETY_CHECKER] = _choose_safety_checker(manifest, target)
     unet = FAMILIES[manifest.family].base.unet
-    fp16_steps = _fp16_steps(manifest, engines[unet][0].precision, precision)
-    if precision.compares and not engines[unet][0].precision.is_quantized:
+    served_in = choose_engines(manifest, unet, target, buckets, wanted)[0].precision
+    fp16_steps = _fp16_steps(manifest, served_in, precision)
+    if precision.compares and not served_in.is_quantized:
         raise ConfigError(
             f"compare_every compares images of 8-bit UNets with fp16, and release {manifest.name} is served in "
-            f"{engines[unet][0].precision}.",
+            f"{served_in}.",
             "Set `precision` to an 8-bit precision of the release, or remove `compare_every` from the config.",
         )
     remedies = []
@@ -140,9 +130,25 @@ def select(
         remedies.append("remove `compare_every` from the config")
     if remedies:
         check_precision(manifest, target, FP16, " and ".join(remedies))
-        for name in engines:
-            if find_component(name).is_quantizable and engines[name][0].precision != FP16:
-                engines[name] += choose_engines(manifest, name, target, buckets, FP16)
+
+    def choose(name: str) -> list[EngineRecord]:
+        """Return a component's engines, with those in fp16 if images need both. Without these, return none."""
+        records = choose_engines(manifest, name, target, buckets, wanted)
+        if not remedies or not find_component(name).is_quantizable or not records or records[0].precision == FP16:
+            return records
+        in_fp16 = [e for e in choose_engines(manifest, name, target, buckets, FP16) if e.precision == FP16]
+        return [*records, *in_fp16] if in_fp16 else []
+
+    engines = {name: choose(name) for name in names}
+    chosen = {name: choose(name) for name in optional_components(manifest, target, wanted, with_adapters)}
+    added = _added_components(manifest)
+    incomplete = chosen.keys() & {name for components in added for name in components}
+    for components in added:
+        if all(chosen.get(name) for name in components):
+            incomplete -= set(components)
+    engines |= {name: records for name, records in chosen.items() if records and name not in incomplete}
+    if deployment.safety != "off":
+        engines[SAFETY_CHECKER] = _choose_safety_checker(manifest, target)
     if precision.compares and engines[VAE_DECODER][0].precision.is_quantized:
         engines[VAE_DECODER] += choose_engines(manifest, VAE_DECODER, target, buckets, FP16)
     for name, records in engines.items():

@@ -26,7 +26,6 @@ from model.scheduling.comparison import ImageComparison
 from model.scheduling.efficiency import measure_efficient_batches
 
 _STEPS = 2  # of the image; with a refiner, one of them is its own
-_MAX_STEPS = 40  # of it, if the first and last steps run in fp16
 
 
 def warm_up(
@@ -49,7 +48,7 @@ def warm_up(
         cold_start = cold_start or ColdStart()
         with cold_start.phase("warm_up"), cold_start.timing_parts():
             for width, height in _sizes(served):
-                params = _warm_up_params(served, width, height, loaded.model)
+                params = _warm_up_params(served, width, height)
                 with warm_up_part(f"image_{width}x{height}"):
                     encodes = served.image_sizes is not None and served.image_sizes.holds(width, height)
                     generate(loaded.model, [_from_image(params) if encodes else params])
@@ -78,7 +77,7 @@ def warm_up(
 def batch_measurement(loaded: Loaded, probe: DeviceProbe | None = None) -> Iterator[None]:
     """Return the work of `model.scheduling.efficiency.measure_efficient_batches` for the sizes that were warmed up."""
     served = loaded.served
-    images = [_warm_up_params(served, width, height, loaded.model) for width, height in _sizes(served)]
+    images = [_warm_up_params(served, width, height) for width, height in _sizes(served)]
     images = [replace(params, use_refiner=False) for params in images]
     return measure_efficient_batches(loaded.model, images, not isinstance(served.sizes, SizeList), probe)
 
@@ -112,11 +111,9 @@ def _preview_size(served: ServedModel) -> tuple[int, int]:
     return height, width
 
 
-def _warm_up_params(served: ServedModel, width: int, height: int, model: LoadedModel) -> GenerationParams:
-    """Return a request that runs each loop. A UNet in two precisions has two of them."""
-    outer = model.fp16_steps.first + model.fp16_steps.last
-    count = min(_STEPS * (outer + 1), _MAX_STEPS)
-    steps = {"num_inference_steps": count, "use_refiner": served.has_refiner, "denoising_frac": 0.5}
+def _warm_up_params(served: ServedModel, width: int, height: int) -> GenerationParams:
+    """Return a request that runs each UNet."""
+    steps = {"num_inference_steps": _STEPS, "use_refiner": served.has_refiner, "denoising_frac": 0.5}
     values = served.defaults.model_dump() | steps
     return GenerationParams(prompt="warm up", negative_prompt=None, width=width, height=height, seed=0, **values)
 

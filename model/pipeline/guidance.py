@@ -5,17 +5,20 @@ import torch
 from numpy.typing import NDArray
 
 from model.denoising.noise_schedule import Floats
+from model.denoising.sampler_specs import skipped_steps
 from model.pipeline.params import GenerationParams
 
 
 def scale_by_step(params: GenerationParams, requested_step: NDArray[np.int64]) -> Floats:
-    """Return the requested guidance scale of each step that runs, float64 [steps].
+    """Return the requested guidance scale of some of the steps that run, float64 [steps].
 
     It may be below 1. After guidance has ended it is 1. `requested_step`: see `StepPlan`. All evaluations of a
     requested step have one scale.
     """
-    guided = round(params.end_cfg_frac * (int(requested_step[-1]) + 1))
-    return np.where(requested_step < guided, params.guidance_scale, 1.0)
+    steps = params.num_inference_steps
+    if params.image is not None:
+        steps -= skipped_steps(params.strength, steps)
+    return np.where(requested_step < round(params.end_cfg_frac * steps), params.guidance_scale, 1.0)
 
 
 def embed_guidance(scales: Floats, width: int) -> torch.Tensor:

@@ -167,10 +167,11 @@ class RequestPlan:
 
 def plan_request(model: LoadedModel, params: GenerationParams) -> RequestPlan:
     """Plan a request: schedules, guidance by step, tokens and warnings. Raises RequestRefused."""
-    passes = tuple(_plan_pass(model, params, number) for number in range(len(params.passes())))
+    adapters = _adapter_use(model, params)
+    passes = tuple(_plan_pass(model, params, number, adapters.packed) for number in range(len(params.passes())))
     warnings = [text for number, plan in enumerate(passes) for text in _warnings(model, plan, params, number)]
     warnings += _unused_masks(passes, model.settings.vae_scale_factor)
-    return RequestPlan(params, passes, _adapter_use(model, params), list(dict.fromkeys(warnings)))
+    return RequestPlan(params, passes, adapters, list(dict.fromkeys(warnings)))
 
 
 def _adapter_use(model: LoadedModel, params: GenerationParams) -> AdapterUse:
@@ -192,8 +193,8 @@ def _prompt_fields(params: GenerationParams, number: int) -> tuple[str, str]:
     return prompt, negative_prompt
 
 
-def _plan_pass(model: LoadedModel, request: GenerationParams, number: int) -> PassPlan:
-    """Plan pass `number` of a request."""
+def _plan_pass(model: LoadedModel, request: GenerationParams, number: int, packed: AdapterSet) -> PassPlan:
+    """Plan pass `number` of a request. packed: see `AdapterUse`."""
     passes = request.passes()
     params = passes[number]
     steps, noise_schedule = params.num_inference_steps, model.noise_schedules["base"]
@@ -207,12 +208,11 @@ def _plan_pass(model: LoadedModel, request: GenerationParams, number: int) -> Pa
         both = split_schedule(run_schedule, noise_schedule, params.denoising_frac)
         schedules = list(zip(model.family.denoisers, both, strict=True))
     requested_step, start = np.arange(run_schedule.steps) // run_schedule.order, 0
-    scales = scale_by_step(params, requested_step)
     denoise: dict[str, DenoisePlan] = {}
     for denoiser, schedule in schedules:
         own = slice(start, start := start + schedule.steps)
         if schedule.steps:
-            denoise[denoiser.unet] = _denoise_plan(model, params, denoiser, schedule, requested_step[own], scales[own])
+            denoise[denoiser.unet] = _denoise_plan(model, params, denoiser, schedule, requested_step[own], packed)
     prompt_fields = _prompt_fields(request, number)
     texts = {name: _chunks(model, params, tokenizer, prompt_fields) for name, tokenizer in model.tokenizers.items()}
     return PassPlan(params, whole_schedule.init_sigma, texts, denoise, source, is_last=number == len(passes) - 1)
@@ -270,16 +270,17 @@ def _denoise_plan(
     denoiser: Denoiser,
     schedule: SamplerSchedule,
     requested_step: NDArray[np.int64],
-    scales: Floats,
+    packed: AdapterSet,
 ) -> DenoisePlan:
     is_base = denoiser.part == "base"
     settings = model.settings if is_base else model.settings.refiner
     assert settings is not None
-    guidance, size = np.maximum(scales, 1.0).astype(np.float32), (params.height, params.width)
+    scales, size = scale_by_step(params, requested_step), (params.height, params.width)
+    guidance = np.maximum(scales, 1.0).astype(np.float32)
     guided = (guidance > 1) & (not embeds_guidance(model, denoiser))
     controls = _plan_controls(params, schedule.steps) if is_base else {}
     image_prompts = params.image_prompts if is_base else ()
-    packed = _adapter_use(model, params).packed if is_base else ()
+    packed = packed if is_base else ()
     uses = {name: control.scales != 0 for name, control in controls.items()}
     always = {name for name, used in ((IMAGE_PROMPT, image_prompts), (LORA, packed)) if used}
     evaluation, fp16 = np.arange(schedule.steps), model.fp16_steps

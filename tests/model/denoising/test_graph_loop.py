@@ -13,11 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from model.cuda.graphs import StepQueue
 from model.denoising.buffers import buffer_shapes
 from model.denoising.graph_loop import GraphLoop
-from model.denoising.networks import Denoiser
+from model.denoising.networks import Denoiser, DenoiserVariant
 from model.denoising.sampler_specs import SAMPLERS
+from model.engines.engine import EngineSet
+from model.errors import EngineError
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.text_to_image import denoise
-from tests.support.linear_networks import linear_model
+from model.store.manifest import Signature
+from tests.support.linear_networks import Stub, linear_model
 from tests.support.loops import CPU, HEIGHT, WIDTH, bucketed, graph_loop, make_image, stubs
 
 PLAIN: dict[str, object] = {"guidance_scale": 1.0}
@@ -85,6 +88,23 @@ def test_loop_allocates_exactly_its_buffer_shapes(model: LoadedModel, batches: t
     shapes = buffer_shapes(networks, HEIGHT, WIDTH)
     assert {"slot keys_values", "slot time_embeds", "entry keys_values"} < {*shapes}
     assert allocated.bytes == sum(buffer.bytes for buffer in shapes.values())
+
+
+def test_networks_that_take_an_input_of_different_shapes_are_refused(model: LoadedModel) -> None:
+    """For example a variant that was built for longer texts."""
+    plain = bucketed(model, 2)
+    [unet] = stubs(plain)
+    inputs = [
+        spec.model_copy(update={"shape": (*spec.shape[:1], 154, *spec.shape[2:])})
+        if spec.name == "keys_values"
+        else spec
+        for spec in unet.signature.inputs
+    ]
+    longer = Stub("unet_lora", Signature(inputs=tuple(inputs), outputs=unet.signature.outputs))
+    longer.bucket = unet.bucket
+    denoiser = Denoiser((plain, DenoiserVariant(EngineSet([longer]), frozenset({"lora"}))))
+    with pytest.raises(EngineError, match="take keys_values of different shapes or dtypes"):
+        GraphLoop(denoiser, HEIGHT, WIDTH, CPU)
 
 
 class RecordingQueue(StepQueue):

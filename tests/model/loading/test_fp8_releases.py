@@ -1,7 +1,9 @@
-"""Releases whose FP8 build has the VAE decoder in FP8: which decoder is served, and what a validation compares with."""
+"""Releases in FP8: which engines and which decoder are served, and what a validation compares with."""
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +14,8 @@ from engine_builder.releases.validation_gate import require_validation
 from engine_builder.stores.local import WritableLocalStore
 from model.deployment import ServedPrecision
 from model.loading.select import select
-from model.store.manifest import Manifest, Signature
+from model.pipeline.spec import control_components
+from model.store.manifest import Fp16Steps, Manifest, Signature
 from model.store.precision import BF16, FP8, FP16, FP32, Dtype, Precision
 from tests.support import releases
 from tests.support.deployments import deployed
@@ -84,3 +87,35 @@ def test_validation_compares_with_the_unets_precision(vae: Precision, tmp_path: 
         found = require_validation(store, manifest, Thresholds(), accept=True).validation
         assert found is not None
         assert any("a comparison with fp16 is required" in sentence for sentence in found.violations) == refused
+
+
+@pytest.mark.parametrize("also", [(), (FP16,)], ids=["fp8", "fp8 and fp16"])
+def test_optional_engines_without_fp16_are_not_served_beside_steps_in_fp16(
+    also: tuple[Precision, ...], tmp_path: Path
+) -> None:
+    """A request for them is then refused when it is read, not in its first step."""
+    content = release(tmp_path, FP16)
+    names = control_components(["canny"])
+    precisions = {name: (FP8, *also) if name == "unet_controlled" else (FP16,) for name in names}
+
+    def added(records: Iterable[Any]) -> list[Any]:
+        return [
+            record.model_copy(update={"component": name})
+            for record in records
+            for name in names
+            if record.component == "unet" and record.precision in precisions[name]
+        ]
+
+    entries: dict[str, Any] = {
+        field: (*getattr(content, field), *added(getattr(content, field))) for field in ("engines", "weights")
+    }
+    entries["architectures"] = content.architectures | dict.fromkeys(names, content.architectures["unet"])
+    content = content.model_copy(update=entries)
+
+    def served(precision: ServedPrecision) -> list[Precision]:
+        selection = select(content, [GPU], deployed(precision=precision))
+        assert len(selection.engines.keys() & set(names)) in (0, len(names))
+        return [engine.precision for engine in selection.engines.get("unet_controlled", ())]
+
+    assert served(ServedPrecision(FP8)) == [FP8]
+    assert served(ServedPrecision(FP8, Fp16Steps(first=1))) == ([FP8, FP16] if also else [])
