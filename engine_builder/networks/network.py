@@ -65,9 +65,9 @@ def digest_json(value: object) -> str:
 class Network:
     """A component ready to export.
 
-    `multiple`: height and width are multiples of so many pixels; None: the component has no height and width. `clips`:
-    of each quantized layer, the absolute input that is mapped to the number type's largest number. `bands`: the ranks
-    that run the network together, each for a band of the image.
+    `multiple`: height and width are multiples of this number of pixels; None: the component has no height and width.
+    `clips`: of each quantized layer, the absolute input that is mapped to the number type's largest number. `bands`:
+    the ranks that run the network together, each for a band of the image.
     """
 
     component: str
@@ -150,11 +150,11 @@ def load_network(
 ) -> Network:
     """Load a component in eval mode on `device`. On "meta" it has shapes only, and no weights are read.
 
-    `component` is the name of a component or variant in `model.pipeline.spec`. Refiner components need the refiner's
-    own checkpoint. Pass one `reader` to load several components one after the other. `plain` selects the CPU's weight
-    layout and convolutions on any device, because ONNX can express those. `lora_rank`: of a UNet with low-rank inputs.
-    `text_chunks`: chunks of text that a UNet reads; None: any number. Raises CheckpointError if the component is
-    missing or not SDXL's.
+    `component` is the name of a component or of a UNet's variant in a manifest, see `find_component`. Refiner
+    components need the refiner's own checkpoint. Pass one `reader` to load several components one after the other.
+    `plain` selects the CPU's weight layout and convolutions on any device, because ONNX can express those. `lora_rank`:
+    of a UNet with the feature "lora". `text_chunks`: chunks of text that a UNet reads; None: any number. Raises
+    CheckpointError if the checkpoint lacks the component, or if its files cannot be read as the wrapper's class.
     """
     if component.startswith((f"{IMAGE_ENCODER}.", f"{IP_ADAPTER}.")):
         return _load_ip_adapter(checkpoint, component, precision, device, reader, plain)
@@ -199,7 +199,7 @@ def load_network(
 def read_widths(checkpoint: Checkpoint, subfolder: str, network: nn.Module) -> object:
     """Return the sizes that a component's signature takes, from its own network, config.json or file.
 
-    Those of an IP-Adapter depend on the UNet, which is its `network`.
+    The sizes of an IP-Adapter depend on the UNet, which is its `network`.
     """
     kind, _, name = subfolder.partition(".")
     if kind in ("unet", CONTROLNET):  # a ControlNet reads the UNet's texts, and embeds the same sizes

@@ -18,8 +18,9 @@ from engine_builder.networks.vae import VaeDecoderNetwork, VaeEncoderNetwork
 class Wrapper:
     """A wrapper, and the class that reads its network from a checkpoint.
 
-    `other_classes`: those that a network's config.json may name instead. `wrap` takes the network and, if
-    `accepts_winograd`, the option `use_winograd`.
+    `other_classes`: further classes that a network's config.json may name. `wrap` takes the network and, if
+    `accepts_winograd`, the option `use_winograd`. A denoiser's also takes `features`, `rank` and `bands`, see
+    `StepUnet`.
     """
 
     package: str
@@ -37,7 +38,7 @@ class Wrapper:
 _CONTROLNET = ("diffusers", "ControlNetModel")
 _UNION = ("ControlNetUnionModel",)
 _UNET = ("diffusers", "UNet2DConditionModel")
-# A component or variant names its wrapper in `model.pipeline.spec`.
+# A component names its wrapper in `model.pipeline.spec` or `families`. A variant of a UNet has the UNet's wrapper.
 WRAPPERS = {
     "TextNetwork": Wrapper("transformers", "CLIPTextModel", TextNetwork),
     "FinalTextNetwork": Wrapper("transformers", "CLIPTextModel", FinalTextNetwork),

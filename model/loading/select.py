@@ -31,10 +31,11 @@ from model.store.precision import FP16, Precision
 class Selection:
     """The engines and weights that serve a release on this machine, by component.
 
-    `weights[name][i]` belongs to `engines[name][i]`. The engines of a component's variants follow its own. `shared`:
-    components without engines of their own -> the component with the same weights whose engines serve both.
-    `fp16_steps`: the steps in fp16, or None if there are none. With them, or if images are compared with fp16, UNets
-    have engines in two precisions: first the served one, then fp16. In a comparison the VAE decoder has them too.
+    `weights[name][i]` belongs to `engines[name][i]`. A UNet's variants for bands or guidance against zeros follow its
+    other engines; its variants with other features have entries by their names. `shared`: components without engines
+    -> the component with the same weights whose engines serve both. `fp16_steps`: the steps in fp16; None: no step.
+    With them, or if images are compared with fp16, UNets have engines in two precisions: first the served one, then
+    fp16. In a comparison the VAE decoder has them too.
     `unquantized`: with adapters, the weights that an 8-bit UNet's were quantized from, if the release has them.
     """
 

@@ -1,7 +1,8 @@
 """Run everything once before the replica is ready, so that no request waits for lazy loading or finds memory full.
 
-The warm-up makes every loop that requests can need, with the graphs of all of its buckets. It generates and decodes an
-image of every size, and encodes text in every batch size. The peak memory of serving has then been allocated once.
+The warm-up makes every loop that requests can need, with the graphs of all engines of its size. It generates and
+decodes an image of every size, and encodes text in every batch size. The peak memory of serving has then been allocated
+once.
 """
 
 from collections.abc import Iterator
@@ -64,7 +65,7 @@ def warm_up(
             with warm_up_part("preview"):
                 return _preview_map(loaded.model, served)
     except EngineError as error:
-        # No request has run yet, so the release is wrong. Its remedy differs from that of a wrong call.
+        # No request has run yet, so the release is wrong. Its remedy differs from the remedy of a wrong call.
         raise EngineError(f"The engines of {loaded.release} do not fit together. {error.args[0]}") from error
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError) or probe.refused_allocations() > refusals:
@@ -135,7 +136,7 @@ def _with_controls(params: GenerationParams, served: ServedModel) -> GenerationP
 
 
 def _with_image_prompt(params: GenerationParams, served: ServedModel, name: str) -> GenerationParams:
-    """Return the request with as many black reference images as an IP-Adapter takes."""
+    """Return the request with black reference images, the most that an IP-Adapter takes."""
     adapter = served.ip_adapters[name]
     levels = np.zeros((adapter.images, adapter.side, adapter.side, 3), np.uint8)
     return replace(params, use_refiner=False, image_prompts=(ImagePrompt(name, levels, scale=1.0),))

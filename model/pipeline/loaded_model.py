@@ -32,8 +32,8 @@ LoopKey = tuple[str, int, int]
 class LoadedModel:
     """The engines, tokenizers, noise schedules and facts of a release by name, and the denoising loops made so far.
 
-    `fp16_engines`: by UNet, the same network in fp16, which runs the `fp16_steps` and the images of `in_fp16`. Those
-    images may also need the VAE decoder in fp16.
+    `fp16_engines`: by name, the UNets and their variants in fp16, if `engines` has them in 8 bits. They run the
+    `fp16_steps`, in the same loops, and the images of `in_fp16`. Those images may also need the VAE decoder in fp16.
     """
 
     engines: dict[str, EngineSet]
@@ -51,13 +51,13 @@ class LoadedModel:
     blanks_flagged: bool = False
     """True: images that the safety checker flags are replaced by black ones."""
     adapters: AdapterLibrary | None = None
-    """The adapters that requests may name; None: none are offered."""
+    """The adapters that requests may name; None: requests may name no adapters."""
     efficient_pixels: int | None = None
     """Pixels per step from which `efficient_batch` is derived for sizes that were not measured. None: not measured."""
     ranks: Ranks = ALONE
     """The ranks that divide the batches of the loops."""
     lead: "Callable[[Callable[[], Loop], LoopKey], Loop] | None" = None
-    """Makes a loop that the other ranks follow, with the given function. None: there are none, or this is one."""
+    """Makes a loop that the other ranks follow, with the given function. None: no other rank follows this process."""
     text_stream: SideStream = field(init=False)
     first_text_stream: SideStream = field(init=False)
     encode_stream: SideStream = field(init=False)
@@ -91,7 +91,7 @@ class LoadedModel:
         )
 
     def sharing(self, **changes: Any) -> "LoadedModel":
-        """Return a model of the same engines, with loops of its own, on this rank only. `changes`: other fields."""
+        """Return a model of the same engines, with separate loops, on this rank only. `changes`: other fields."""
         other = replace(self, loops={}, ranks=ALONE, lead=None, **changes)
         other.text_stream, other.first_text_stream = self.text_stream, self.first_text_stream
         other.encode_stream, other.decode_stream = self.encode_stream, self.decode_stream
