@@ -15,7 +15,7 @@ Times end when the device has finished. Nothing else runs meanwhile. If the rele
 inputs (`preheat build --lora-rank`), also, alternately:
 
     plain batch     the denoising of `--images` images without adapters
-    adapter batch   the denoising of as many images, each with another adapter of rank `--batch-rank`
+    adapter batch   the denoising of `--images` images, each with another adapter of rank `--batch-rank`
 """
 
 import argparse

@@ -64,7 +64,7 @@ class BuildPlan:
     lora_rank: of a further UNet that takes adapters as inputs; 0: it is not built.
     text_chunks: chunks of a prompt that the UNets read, if there are sizes. Dynamic engines read any number.
     vae_precision: replaces the VAE's default precision (`precision_of`).
-    bands: the UNet also gets engines that compute one of so many bands of an image.
+    bands: numbers of bands of an image; for each the UNet also gets engines that compute one band.
     """
 
     model: str
@@ -101,7 +101,7 @@ class BuildPlan:
     def components(self) -> tuple[str, ...]:
         """The components to build, each followed by its variants that have sizes.
 
-        Those of ControlNets and IP-Adapters are last.
+        The networks of ControlNets and IP-Adapters are last.
         """
         family = FAMILIES[self.base.family]
         of_model: list[str] = []
@@ -116,7 +116,7 @@ class BuildPlan:
 
     @property
     def guided_sizes(self) -> tuple[Size, ...]:
-        """The sizes of the UNets' variants for images guided against zeros: those with an even batch, or none.
+        """The sizes of the UNets' variants for images guided against zeros: sizes with an even batch, or none.
 
         Only CUDA graphs use them, so CPU builds leave them out. Plans leave them out because each plan holds a copy
         of the weights.
@@ -151,8 +151,8 @@ class BuildPlan:
     def precision_of(self, component: str) -> Precision:
         """Return a component's precision.
 
-        8-bit precisions are those of the UNets, and of the VAE decoder if it is quantized; the other components of such
-        a model, also ControlNets, are fp16. The VAE of an fp16 model is fp32 if its config has force_upcast, because it
+        The UNets have an 8-bit precision, and so has the VAE decoder if it is quantized. The other components of such a
+        model, also ControlNets, are fp16. The VAE of an fp16 model is fp32 if its config has force_upcast, because it
         overflows in fp16. An explicit `vae_precision` replaces that.
         """
         spec = find_component(component)

@@ -25,8 +25,8 @@ LIMITS: dict[StorageDtype, float] = {"float32": 1e-4, "float16": 2e-3, "bfloat16
 class Counterparts:
     """The networks of a plan without kernels and quantization, and the libraries' own, with shared weights.
 
-    Each is loaded when it is first asked for. Those of an image are kept. Of the others, which are many on a GPU, only
-    the last is.
+    Each is loaded when it is first asked for. Networks of an image are kept. Of the other networks, of which a GPU has
+    many, only the last is kept.
     """
 
     plan: BuildPlan

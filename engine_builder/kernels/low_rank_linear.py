@@ -1,7 +1,7 @@
 """Linears with a low-rank change for each entry of the batch: y = x W^T + b + (x D^T) U.
 
 D [rank, in] and U [rank, out] are parts of two input vectors of the network (model/adapters/packing.py). Zeros change
-nothing. Weights and their names are those of the plain network, so both share one copy.
+nothing. Weights have their names in the plain network, so both networks share one copy.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ _MIN_OUTPUTS = 2**24  # of a product. In smaller ones the kernel leaves multipro
 
 @dataclass(frozen=True)
 class LowRankInputs:
-    """Where the low-rank changes of a network's linears are in its two inputs, and the inputs of the current call."""
+    """The packing of the low-rank changes of a network's linears in its inputs, and the inputs of the current call."""
 
     packing: Packing
     vectors: "LowRankVectors"
@@ -62,7 +62,7 @@ class LowRankLinear(nn.Module):
         self._parts, self._rank, self._vectors = parts, rank, vectors
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """[batch, tokens, in] -> [batch, tokens, out]. The inputs may be those of the batch's first entries only."""
+        """[batch, tokens, in] -> [batch, tokens, out]. The inputs may be the batch's first entries only."""
         narrow = self.narrow(inputs)
         if self.has_kernel(inputs):
             from engine_builder.kernels import attention_kernels as kernels
@@ -81,7 +81,7 @@ class LowRankLinear(nn.Module):
         return F.linear(inputs, self.weight, self.bias) + change
 
     def has_kernel(self, inputs: Tensor) -> bool:
-        """True if kernels add the change in the product: a change of its own reads and writes all outputs again."""
+        """True if kernels add the change in the product: a separate change reads and writes all outputs again."""
         if not has_half_kernels(inputs):
             return False
         batch, tokens, inner = inputs.shape

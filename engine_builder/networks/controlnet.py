@@ -2,7 +2,7 @@
 
 Together they compute what diffusers' `ControlNetModel` and `ControlNetUnionModel` compute without `guess_mode`, from
 the same checkpoint. The network for texts is `UnetTextNetwork`. A network of a step returns its outputs scaled, so the
-loop only adds those of several ControlNets.
+loop only adds the outputs of several ControlNets.
 """
 
 from typing import Any
@@ -56,7 +56,7 @@ def control_type_count(network: Any) -> int:
 
 
 class UnionTimeNetwork(nn.Module):
-    """Like `UnetTimeNetwork`, with a further input control_type [batch, types], 1 for the control image's type."""
+    """A `UnetTimeNetwork` with a further input control_type [batch, types], 1 for the control image's type."""
 
     def __init__(self, network: Any) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class ControlnetImageNetwork(nn.Module):
         """Return what a Union network adds to each channel of a control image's embedding, [batch, channels, 1, 1].
 
         The network has a transformer of two tokens, the means of the control image and of the latents. Its attention
-        has `batch_first=False`, so a token attends to the same token of the other entries of a batch. Those of one
+        has `batch_first=False`, so a token attends to the same token of the other entries of a batch. Entries of one
         request have the same control image. So the attention returns the token's own value, and no latents are read.
         """
         network = self.network
@@ -116,10 +116,10 @@ class ControlnetImageNetwork(nn.Module):
 
 
 class ControlnetNetwork(nn.Module):
-    """sample, time_embeds, keys_values, control and scale -> what the UNet adds to its skip connections and middle.
+    """sample, time_embeds, keys_values, control and scale -> residuals of the UNet's skip connections and middle.
 
     Without attention to the text there is no keys_values. scale is float32 [batch, 1]. Where it is zero, the outputs
-    are zeros whatever the other inputs are, also for NaN: an image that does not use the network is unaffected by it.
+    are zeros for any other inputs, also for NaN: an image that does not use the network is unaffected by it.
     """
 
     def __init__(self, network: Any, use_winograd: bool = False) -> None:

@@ -110,17 +110,17 @@ class StepUnet(nn.Module):
     The inputs of `features` (`model.engines.features`) follow in their order:
 
     image_prompt: image_keys, image_values [batch, adapters, tokens, width of all keys] and image_bias, float32 [batch,
-        adapters, tokens], which is added to the scores of the attention. The tokens of each adapter have an attention
-        of their own. Zeros for an image without reference images: attention to values of zero adds nothing.
-    control: what ControlNets add to each skip connection and to the result of the middle block.
+        adapters, tokens], which is added to the scores of the attention. The tokens of each adapter have a
+        separate attention. Zeros for an image without reference images: attention to values of zero adds nothing.
+    control: the sums of ControlNets' outputs, added to each skip connection and to the result of the middle block.
     lora: lora_down and lora_up [batch, width], see `engine_builder.kernels.low_rank_linear`.
 
     guided_zeros: the first half of an even batch is conditional. The second half is unconditional and has the same
     latents, so its entries of `sample` and `keys_values` are not read. Up to the first ResNet bias both halves are
     equal, and they are computed once.
 
-    bands: compute one of so many bands of the image, and take and return whole latents: see `bands`. In
-    `plain_operations` it computes the whole image, to validate engines against it.
+    bands: the number of bands of the image, of which the network computes one: see `bands`. It takes and returns whole
+    latents. In `plain_operations` it computes the whole image, to validate engines against it.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class StepUnet(nn.Module):
         rank: int = 0,
         bands: int = 1,
     ) -> None:
-        """`use_winograd`: replace wide convolutions by those of `winograd`. For GPUs in half precision only.
+        """`use_winograd`: replace wide convolutions by the form in `winograd`. For GPUs in half precision only.
 
         Bands have no such convolutions: their transforms are fused with group norm and would normalize the zeros around
         the image. `rank`: of the adapters that the feature "lora" takes.
@@ -150,7 +150,7 @@ class StepUnet(nn.Module):
 
     @property
     def code_name(self) -> str:
-        """The name of the module in engine keys, also of releases that were built when each set had a class."""
+        """The name of the module in engine keys, as in releases whose builder had a class for each set of features."""
         if self.bands > 1:
             return "BandUnetNetwork"
         return _CODE_NAMES.get(self.features) or "+".join(["StepUnet", *(f for f in FEATURES if f in self.features)])
@@ -201,7 +201,7 @@ _CODE_NAMES = {
 
 
 class Context(NamedTuple):
-    """What a cross-attention attends to. keys, values: of the text, [batch, tokens, width]. image: None without."""
+    """The inputs of a cross-attention. keys, values: of the text, [batch, tokens, width]. image: of images, or None."""
 
     keys: Tensor
     values: Tensor
@@ -251,7 +251,7 @@ def encode(network: Any, hidden: Tensor, biases: Iterator[Tensor], contexts: Ite
     """Run the down blocks and the middle block of a UNet or ControlNet on the convolved latents.
 
     Returns `hidden` and the result of each layer, which skip connections read, and last the middle block's. The batch
-    of `hidden` may be smaller than that of the biases (see `resnet`).
+    of `hidden` may be smaller than the batch of the biases (see `resnet`).
     """
     results = [hidden]
     for block in network.down_blocks:

@@ -1,4 +1,4 @@
-"""What decides the weights and layers of a model in FP8 or INT8: a policy, and the calibration of each network."""
+"""Policies and calibrations, which decide the weights and layers of a model in FP8 or INT8."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ QUANTIZATION_VERSION = 1  # part of every digest; raise it when the same policy 
 
 @dataclass(frozen=True)
 class Quantization:
-    """A policy, and by UNet, or VAE decoder, the key and the ranges of its calibration."""
+    """A policy, and the key and the ranges of each calibration, by the name of the UNet or VAE decoder."""
 
     policy: Policy
     calibrations: dict[str, str]
@@ -41,7 +41,7 @@ class Quantization:
 
     @property
     def fp16_steps(self) -> Fp16Steps | None:
-        """The steps that run in fp16, or None if there are none."""
+        """The steps that run in fp16. None: all run in 8 bits."""
         steps = self.policy.fp16_steps
         return steps if steps.exist else None
 

@@ -163,8 +163,8 @@ def merge_drafts(drafts: list[Manifest]) -> Manifest:
     """Return one manifest with the engines and weights of all drafts, which are of one source, newest first.
 
     Of equal engines, weights or architectures, the newest draft's entry is taken. Other entries are the newest draft's,
-    without TensorRT's build options. Quantization and fp16 steps are those of the newest draft that is quantized, the
-    map for previews is the newest draft's that has one.
+    without TensorRT's build options. Quantization and fp16 steps come from the newest draft that is quantized. The
+    map for previews comes from the newest draft that has one.
     Engines and weights are sorted, so the order of the builds makes no difference. The schema is the oldest that has
     all entries.
     """

@@ -39,8 +39,8 @@ def require_validation(store: WritableStore, manifest: Manifest, thresholds: Thr
     """Return the manifest with the validation of its 8-bit engines, or unchanged if it has none.
 
     The builder's entry "quantization" names the validation in the store. `accept`: violated limits are listed in the
-    manifest and do not raise LimitsViolated. A report made on a CPU, or against another precision than that of the
-    release's other engines, violates a limit too.
+    manifest and do not raise LimitsViolated. A report made on a CPU, or against another precision than the
+    release's other engines have, violates a limit too.
     Raises EmulatedEngines for 8-bit engines of a CPU; NotValidated without an intact validation of this quantization;
     BadReport.
     """

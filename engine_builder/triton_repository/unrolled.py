@@ -42,7 +42,7 @@ COEFFICIENT_ROWS, DRAWS, END = "coefficients", "draws", "end"
 CONTROL_IMAGE, CONTROL_SCALE, CONTROL_MODE = "control_image", "control_scale", "control_mode"  # before .NAME
 # Requests with texts of several lengths have several shapes. The conditioner conditions one image after the other.
 _NOT_MERGED = ("tokenizer", "conditioner")
-OF_TEXTS = (KEYS_VALUES, "time_embeds")  # of a ControlNet's inputs, those that differ by text
+OF_TEXTS = (KEYS_VALUES, "time_embeds")  # inputs of a ControlNet that differ by text
 CONTROL_BY_STEP = tuple(one.name for one in CONTROLNET_INPUTS if one.by_step)
 INPUT_IMAGE, STRENGTH, MASK = "input_image", "strength", "mask"  # the ensemble's output is named `image`
 _WARMUP = {"tokenizer": {"prompt": b"warm up"}, "denoiser": {END: (1).to_bytes(4, "little")}}  # other inputs are zeros
@@ -230,10 +230,10 @@ def ensemble(name: str, models: Mapping[str, TritonModel], steps: int, version: 
 
 
 def unrolled_repository(releases: Mapping[int, Manifest], steps: int) -> list[Versions]:
-    """Return the models of a repository: those of the pipeline in all versions, and an ensemble for each version.
+    """Return the models of a repository: the pipeline's models in all versions, and an ensemble for each version.
 
     The newest version's ensemble is `generate_<steps>_pipeline`. Others end with `_v` and their version, because a
-    config of Triton's, and so the steps of an ensemble, is that of all versions of a model.
+    config of Triton's, and so the steps of an ensemble, applies to all versions of a model.
     """
     if not 1 <= steps <= MAX_STEPS:
         raise RepositoryError(f"{steps} steps are not possible.", f"Give 1 to {MAX_STEPS}.")
@@ -255,7 +255,7 @@ def unrolled_repository(releases: Mapping[int, Manifest], steps: int) -> list[Ve
 
 
 def _call(model: TritonModel, version: int, names: Mapping[str, str]) -> EnsembleStep:
-    """Return a call of a model whose tensors have their own names in the ensemble, or those of `names`."""
+    """Return a call of a model whose tensors have their own names in the ensemble, or the names in `names`."""
     inputs, outputs = (
         {tensor.name: names.get(tensor.name, tensor.name) for tensor in tensors}
         for tensors in (model.inputs, model.outputs)

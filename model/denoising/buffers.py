@@ -33,11 +33,11 @@ class BufferShape:
 
 @dataclass(frozen=True)
 class NetworkShape:
-    """What the buffers of a network of a step depend on.
+    """The facts of a network of a step that its buffers depend on.
 
     name: unique among the networks of a loop.
     batches: of its engines, on all ranks together.
-    inputs: those that its signature may have besides `sample`.
+    inputs: the inputs that its signature may have in addition to `sample`.
     prefix: of their names in a conditioning.
     """
 
@@ -62,9 +62,9 @@ class NetworkShape:
 
 
 def entry_shape(spec: TensorSpec, height: int, width: int) -> tuple[int, ...]:
-    """The shape of one batch entry of a tensor at `height` x `width` pixels: "height/8" is the latent's height.
+    """Return the shape of one batch entry of a tensor at `height` x `width` pixels: "height/8" is the latent's height.
 
-    Where an engine takes any number of tokens, the shape has one.
+    For an engine that takes any number of tokens, the shape has one token.
     """
     return shape_at(spec.shape[1:], {"height": height, "width": width, TOKENS: 1})
 
@@ -72,8 +72,9 @@ def entry_shape(spec: TensorSpec, height: int, width: int) -> tuple[int, ...]:
 def slot_counts(networks: Sequence[NetworkShape]) -> tuple[int, int]:
     """Return the numbers of latent slots and conditioning slots of a loop. The first network is the plain denoiser.
 
-    Each image owns one latent slot and one or two conditioning slots. There are as many as its largest batch has
-    entries, and at least two conditioning slots: an engine of batch 1 runs twice for a guided image.
+    Each image owns one latent slot and one or two conditioning slots. A loop has a slot of each kind for each entry of
+    the plain denoiser's largest batch. It has at least two conditioning slots: an engine of batch 1 runs twice for a
+    guided image.
     """
     largest = max(networks[0].batches)
     return largest, max(largest, 2)
@@ -101,7 +102,7 @@ def buffer_shapes(networks: Sequence[NetworkShape], height: int, width: int) -> 
         "known_noise": latents,
         "mask": BufferShape((latent_slots, 1, *latent[1:])),
         "model_input": BufferShape((latent_slots, *entry_shape(sample, height, width)), sample.dtype),
-        # Nobody reads the last row of this one, and of the sums: the entries that pad a batch write to it.
+        # The last row of this buffer, and of the sums, is never read: the entries that pad a batch write to it.
         "predictions": BufferShape((cond_slots + 1, *latent), noise.dtype),
         # The guidance scale and its rescaling are last.
         "coefficients": BufferShape((latent_slots, MAX_STEPS, len(COEFFICIENTS + KNOWN_COEFFICIENTS) + 2)),

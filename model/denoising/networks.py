@@ -26,7 +26,7 @@ class StepNetwork:
 
     @property
     def prefix(self) -> str:
-        """What the names of its inputs begin with in a conditioning."""
+        """Return the prefix of the names of its inputs in a conditioning."""
         return f"{self.name}."
 
 
@@ -47,11 +47,11 @@ class DenoiserVariant:
 
 @dataclass(frozen=True, eq=False)
 class Denoiser:
-    """What runs in each step of a UNet at one size.
+    """The networks of each step of a UNet at one size.
 
     variants: the served precision before the exact one, and then the fewest features first.
     before: in the order in which their outputs are added.
-    ranks: those that divide the batch of a call.
+    ranks: the ranks that divide the batch of a call.
     """
 
     variants: tuple[DenoiserVariant, ...]

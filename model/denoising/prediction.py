@@ -97,7 +97,7 @@ class _Size:
         spec: TensorSpec,
         name: str,
     ) -> torch.Tensor:
-        """Return an input of several batch entries. What a conditioning lacks is zeros.
+        """Return an input of several batch entries. An input that a conditioning lacks is zeros.
 
         Texts are repeated until they are as long as the longest, or as the engine requires.
         """

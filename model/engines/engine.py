@@ -1,5 +1,4 @@
-"""The engine protocol, and all engines of one component behind one call. Each runtime implements the protocol in a
-folder of its own.
+"""The engine protocol, and all engines of one component behind one call. Each runtime implements it in its folder.
 
 An engine is native code: it is opened only after its digest was checked.
 """

@@ -1,4 +1,4 @@
-"""The features of a denoiser's engines, in one table: what an engine takes besides latents, times and text.
+"""The features of a denoiser's engines, in one table: the inputs of an engine in addition to latents, times and text.
 
 The steps of an image need features, and an engine serves the images whose features it has. The inputs of a feature that
 an image does not use are zeros. Imports neither torch nor numpy: a release is selected before they are imported.
@@ -76,7 +76,7 @@ FEATURES = {
         Feature(GUIDED_ZEROS, paired=True),
     )
 }
-"""By name. The order is that of the inputs in a signature, and part of engine keys."""
+"""By name. Inputs have this order in a signature, so it is part of engine keys."""
 
 
 CONTROLNET_INPUTS = (
@@ -84,7 +84,7 @@ CONTROLNET_INPUTS = (
     Input(signatures.CONTROL, "image"),
     Input(signatures.CONTROL_SCALE, "image", by_step=True),
 )
-"""Of a network whose outputs are added to those of the feature "control"."""
+"""Inputs of a network whose outputs are added to the inputs of the feature "control"."""
 
 
 def denoiser_signature(widths: UnetWidths, dtype: Dtype, features: Collection[str] = ()) -> Signature:
@@ -95,12 +95,12 @@ def denoiser_signature(widths: UnetWidths, dtype: Dtype, features: Collection[st
 
 
 def denoiser_inputs() -> tuple[Input, ...]:
-    """Return the inputs that a denoiser may have besides its latents."""
+    """Return the inputs that a denoiser may have in addition to its latents."""
     return (*TEXT_INPUTS, *(one for feature in FEATURES.values() for one in feature.inputs))
 
 
 class EngineName(NamedTuple):
-    """What the name of an engine in a manifest says. bands: parts of an image, each on a GPU of its own."""
+    """The facts in the name of an engine in a manifest. bands: parts of an image, each on a separate GPU."""
 
     component: str
     features: frozenset[str] = frozenset()
@@ -114,7 +114,7 @@ _OLDER_NAMES = {
     "unet_lora": EngineName("unet", frozenset({LORA})),
     "unet_lora_guided": EngineName("unet", frozenset({LORA, GUIDED_ZEROS})),
 }
-"""Names of releases, which stay what they were. `unet_ip` may take residuals, too: its signature tells."""
+"""Names in existing releases, which stay readable. `unet_ip` may also take residuals, which its signature states."""
 _NAMES = {engine: name for name, engine in _OLDER_NAMES.items()} | {
     EngineName("unet", frozenset({IMAGE_PROMPT, CONTROL})): "unet_ip"
 }
@@ -122,7 +122,7 @@ _BANDS = re.compile(r"(\w*unet)_([0-9]+)_bands")
 
 
 def parse_name(name: str) -> EngineName:
-    """Return what an engine's name in a manifest says: "unet.control.lora" is the UNet with these two features."""
+    """Return the facts in an engine's name in a manifest: "unet.control.lora" is the UNet with these two features."""
     if name in _OLDER_NAMES:
         return _OLDER_NAMES[name]
     if bands := _BANDS.fullmatch(name):
@@ -152,7 +152,7 @@ def feature_sets() -> list[frozenset[str]]:
 
 
 def features_of(name: str, signature: Signature) -> frozenset[str]:
-    """Return the features of an engine: those whose inputs its signature has, and the rules that its name says."""
+    """Return the features of an engine: features whose inputs its signature has, and rules that its name states."""
     inputs = [spec.name for spec in signature.inputs]
     taken = (
         feature.name

@@ -50,7 +50,7 @@ class VaeWidths:
 
 @dataclass(frozen=True)
 class UnetWidths:
-    """The sizes of a UNet or a ControlNet, whose latents are those of `vae`."""
+    """The sizes of a UNet or a ControlNet, whose latents have the sizes of `vae`."""
 
     vae: VaeWidths
     tokens: int
@@ -103,8 +103,8 @@ class SafetyCheckerWidths:
 def text_signature(widths: TextEncoderWidths, dtype: Dtype) -> Signature:
     """input_ids [batch, tokens] -> the hidden states that the UNet reads [batch, tokens, width].
 
-    clip_skip [batch, layers] is one-hot. A 1 in column k selects the states of k layers before those that the UNet was
-    trained with.
+    clip_skip [batch, layers] is one-hot. A 1 in column k selects the states k layers before the layer that the
+    UNet was trained with.
     """
     return Signature(
         inputs=_text_inputs(widths.tokens, widths.layers),
@@ -246,7 +246,10 @@ def controlnet_signature(widths: UnetWidths, dtype: Dtype) -> Signature:
 
 
 def controlnet_time_signature(widths: UnetWidths, dtype: Dtype) -> Signature:
-    """Like a UNet's. A ControlNet embeds no guidance scale. A Union network embeds the type of the control image."""
+    """Return the signature of a UNet's time network, without the guidance scale.
+
+    A Union network also embeds the type of the control image.
+    """
     inputs = unet_time_signature(replace(widths, timestep_cond=0), dtype)
     return Signature(inputs=(*inputs.inputs, *_control_type(widths)), outputs=inputs.outputs)
 

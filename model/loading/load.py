@@ -65,7 +65,7 @@ class Loaded:
 
     @property
     def summary(self) -> ServedRelease:
-        """What requests and their answers name of the release."""
+        """The facts of the release that requests and their answers name."""
         device = self.model.device
         return ServedRelease(
             self.served,
@@ -189,7 +189,7 @@ def load_deployment(store: Store, deployment: Deployment, cache_folder: Path, co
 
 
 def _uses_torch_on_gpu(device: torch.device, selection: Selection) -> bool:
-    """True if an engine on the GPU calls torch's libraries. Plans call those of TensorRT."""
+    """True if an engine on the GPU calls torch's libraries. Plans call TensorRT's libraries."""
     records = [record for engines in selection.engines.values() for record in engines]
     return device.type == "cuda" and any(record.tensorrt is None for record in records)
 
@@ -245,8 +245,8 @@ def open_engine(
 ) -> Engine:
     """Open the engine of a record on verified `contents`, by digest, and on its weights. Raises EngineError.
 
-    On a GPU, engines outside the denoising loops are replayed as CUDA graphs. Loops capture graphs of their own, around
-    the UNet and the rest of a step.
+    On a GPU, engines outside the denoising loops are replayed as CUDA graphs. Loops capture the graphs
+    of a step, with its engines inside.
     """
     spec = find_component(record.component)
     engine: Engine

@@ -20,8 +20,8 @@ def check_memory(device: torch.device, selection: Selection, free: int | None = 
     """Raise OutOfDeviceMemory if the weights, and on a GPU the loops and TensorRT, do not fit into free memory.
 
     Without this check, a server on a CPU would be killed while it loads. The warm-up allocates the further memory of
-    steps and decoding. `free`: the bytes of free memory; None: those that the device reports. `ranks`: those that
-    divide the batches of the loops.
+    steps and decoding. `free`: the bytes of free memory; None: the bytes that the device reports. `ranks`: the
+    number of ranks that divide the batches of the loops.
     """
     needed = sum(blob.bytes for blob in selection.weight_blobs())
     if device.type != "cuda":
@@ -76,8 +76,8 @@ def _read_numbers(path: Path) -> dict[str, int]:
 def loop_bytes(engines: Mapping[str, Sequence[EngineRecord]], ranks: int = 1) -> int:
     """Return the device memory of the buffers of all denoising loops on a GPU. `engines`: by component.
 
-    Engines in a component's second precision run steps in fp16. `ranks`: those that divide the batches. Each has
-    buffers for all entries.
+    Engines in a component's second precision run steps in fp16. `ranks`: the number of ranks that divide
+    the batches. Each rank has buffers for all entries.
     """
     served, exact = (_engine_sets(engines, is_first) for is_first in (True, False))
     quantized = {e.component for records in engines.values() for e in records[:1] if e.precision.is_quantized}

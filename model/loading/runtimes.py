@@ -29,7 +29,7 @@ from model.store.manifest import EngineRecord, Manifest
 from model.store.precision import SERVED_FIRST, Precision
 
 Compatibility = Literal["none", "same_compute_capability", "ampere_plus"]
-"""The GPUs that run a plan: those of one product, of one compute capability, or all from Ampere on."""
+"""The GPUs that run a plan: GPUs of one product, of one compute capability, or all from Ampere on."""
 _COMPARED_STEPS = 30  # the default number of steps, in the request whose time is compared
 
 
@@ -112,7 +112,7 @@ def runtime_cache_folder(cache_folder: Path, targets: Sequence[Target]) -> Runti
 
 
 def version_of(library: Library, versions: Mapping[str, str | None] | None) -> str | None:
-    """Return a library's version: that of `versions` by runtime, or the installed one if `versions` is None."""
+    """Return a library's version in `versions`, by runtime. If `versions` is None, return the installed version."""
     return installed_version(library) if versions is None else versions.get(library.runtime)
 
 

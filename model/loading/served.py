@@ -129,7 +129,7 @@ class ServedModel:
     max_clip_skip: int | None = None
     """None: the text encoders were built without clip_skip."""
     safety: Safety = "off"
-    """What happens with images that the safety checker flags."""
+    """The treatment of images that the safety checker flags."""
     loras: tuple[str, ...] = ()
     """The names of the adapters that requests may use."""
     controlnets: Mapping[str, int] = field(default_factory=dict)
@@ -243,7 +243,7 @@ def served_sizes(engines: Mapping[str, Sequence[EngineRecord]], buckets: Sequenc
 
 
 def sizes_with(engines: Mapping[str, Sequence[EngineRecord]], sizes: Sizes, components: Sequence[str]) -> Sizes | None:
-    """Return those of the served `sizes` at which these optional components run too, or None if there are none."""
+    """Return the served `sizes` at which these optional components run too. None: there is no such size."""
     added = {name: engines.get(name, ()) for name in components}
     if not all(added.values()):
         return None

@@ -1,4 +1,4 @@
-"""Find what runs in each step of a UNet at a size: its variants, and the networks before them.
+"""Find the networks of each step of a UNet at a size: its variants, and the networks before them.
 
 `EngineSet`s of loaded engines and of their records in a manifest have the same answer, so the memory of a loop is known
 before anything is loaded.
@@ -19,7 +19,7 @@ from model.pipeline.spec import Components, added_component
 class StepEngines:
     """The engines of a release, by their names in the manifest.
 
-    exact: those in fp16 beside quantized ones of the same names, for steps in fp16. quantized: the names in `served`
+    exact: the engines in fp16 for steps in fp16, of names that `served` has in 8 bits. quantized: the names in `served`
     whose weights are quantized.
     """
 
@@ -45,12 +45,12 @@ def engine_sets(engines: Iterable[Engine]) -> dict[str, EngineSet]:
 def find_denoiser(
     engines: StepEngines, unet: str, height: int, width: int, ranks: Ranks = ALONE, components: Components = COMPONENTS
 ) -> Denoiser:
-    """Return what runs in each step of a UNet at `height` x `width` pixels.
+    """Return the networks of each step of a UNet at `height` x `width` pixels.
 
-    Variants and networks without engines of this size are left out, and what only makes sense with them: a network
-    whose feature no variant has, and a variant for the outputs of networks of which none is left, unless it is the only
-    one with its other features. With several ranks nothing is paired: a half of guidance without text would not be
-    faster than the rank that runs the other half. Raises EngineError if the UNet has no engines of this size.
+    Variants and networks without engines of this size are left out. So is a network whose feature no variant has, and a
+    variant for the outputs of networks that are all left out, unless no other variant has its other features. With
+    several ranks nothing is paired: a half of guidance without text would not be faster than the rank that runs the
+    other half. Raises EngineError if the UNet has no engines of this size.
     """
     engines.served[unet].serving(height, width)
 

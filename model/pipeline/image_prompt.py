@@ -1,9 +1,9 @@
 """Encode the reference images of IP-Adapters, once for all images and steps of a request.
 
-The arithmetic is that of diffusers' `prepare_ip_adapter_image_embeds`, `MultiIPAdapterImageProjection` and
+The arithmetic equals diffusers' `prepare_ip_adapter_image_embeds`, `MultiIPAdapterImageProjection` and
 `IPAdapterAttnProcessor2_0`. The text's attention gets, for each adapter, `scale` times the attention to its tokens.
 All images of an adapter add tokens to one attention. The unconditional half attends to tokens of an image of zeros
-after normalization, or, for an encoder that returns one embedding of an image, to those of an embedding of zeros.
+after normalization. If the encoder returns one embedding of an image, it attends to tokens of an embedding of zeros.
 """
 
 from collections.abc import Sequence

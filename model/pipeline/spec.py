@@ -1,6 +1,6 @@
-"""What a component and a family are, and the components that any family may have in addition.
+"""Components and families, and the components that any family may have in addition.
 
-The builder, the loader and the server iterate these tables and those of `model.pipeline.families`.
+The builder, the loader and the server iterate these tables and the tables of `model.pipeline.families`.
 A component is one network, and `ComponentSpec` has its facts. A new network is an entry of a table, a wrapper in the
 builder, and a stage that uses it (model/pipeline/stages.py). Imports no torch.
 """
@@ -38,7 +38,7 @@ class ComponentSpec:
     signature: the tensors that it takes and returns, for the widths of a network of its kind.
     batch_unit: what one entry of its batch is.
     stream: the CUDA stream that it runs on.
-    inputs: of a network that runs before a denoiser in each step, besides its latents.
+    inputs: of a network that runs before a denoiser in each step, in addition to its latents.
     adds_to: the feature of the denoisers that take the sum of the outputs of these networks.
     precision_rule: "vae" if `force_upcast` of the VAE's config may require fp32.
     same_as: a component whose engines serve this one too if both have the same weights.
@@ -98,11 +98,11 @@ class Denoiser:
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """What differs between the families of models.
+    """The differences between the families of models.
 
-    title: its name in messages. pipelines: a pattern of the classes in model_index.json, diffusers' own and those of
-        community pipelines.
-    components: those of base and refiner by name, in the order in which they are built. Variants are entries of theirs.
+    title: its name in messages. pipelines: a pattern of the classes in model_index.json, diffusers' own and
+        classes of community pipelines.
+    components: the components of base and refiner by name, in the order in which they are built, without variants.
     denoisers: the base's, and the refiner's if the family has refiners.
     vae_scaling: the scaling factor of its latents.
     encode_prompt: runs a denoiser's text encoders with the given function. Returns hidden states
@@ -210,7 +210,7 @@ IP_COMPONENTS = table(
 )  # fmt: skip
 """For each IP-Adapter its image encoder and itself. "image_encoder.style" is the encoder of the adapter "style"."""
 ADDED_COMPONENTS: Components = CONTROL_COMPONENTS | IP_COMPONENTS
-"""The components that a build adds by name: those of ControlNets and IP-Adapters."""
+"""The components that a build adds by name: the networks of ControlNets and IP-Adapters."""
 
 
 def model_parts(has_refiner: bool) -> tuple[Part, ...]:

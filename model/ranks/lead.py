@@ -59,7 +59,7 @@ class Followers:
     """The processes of all ranks but 0. Constructing it starts them. They load the release on their own."""
 
     def __init__(self, settings: Settings, secrets: Mapping[str, str], gpus: int) -> None:
-        """`gpus`: those that this process sees, 0 on a CPU; each rank uses one. Raises OSError."""
+        """`gpus`: the number of GPUs that this process sees, 0 on a CPU; each rank uses one. Raises OSError."""
         self.size = settings.gpus_per_image
         self._bands = settings.bands_per_image
         self._folder = tempfile.TemporaryDirectory(prefix="preheat-ranks-")
@@ -102,7 +102,7 @@ class Followers:
         model.ranks, model.lead = ranks, self._lead
 
     def watch(self, on_end: Callable[[str], None]) -> None:
-        """Call `on_end` with the reason once a process ends, from a thread of its own."""
+        """Call `on_end` with the reason once a process ends, from a separate thread."""
         for process in self._processes:
             threading.Thread(target=self._watch, args=[process, on_end], name="preheat-rank", daemon=True).start()
 

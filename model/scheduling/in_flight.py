@@ -77,7 +77,7 @@ class InFlight:
     def started_with(self, key: LoopKey) -> tuple[dict[ImageState, Job], dict[ImageState, Job]]:
         """Return the running and the waiting images of a first loop, with their jobs.
 
-        Those that run may be in any loop, if their first loop has the size of this one. Those that wait join this one.
+        Running images may be in any loop, if their first loop has the size of this one. Waiting images join this one.
         """
         running = {image: job for image, (job, _) in self._running.items() if job.plan.first.loop[1:] == key[1:]}
         return running, {image: job for job, image in self._waiting.get(key, ())}

@@ -1,4 +1,4 @@
-"""What commands print about a build: what it includes, its progress, and its engines."""
+"""Print a build: what it includes, its progress, and its engines."""
 
 import math
 import sys

@@ -1,4 +1,4 @@
-"""What the engines, selections and pictures of fixtures were, as recorded in tests/recorded/*.json.
+"""The engines, selections and pictures of fixtures, as recorded in tests/recorded/*.json.
 
 A change of names or of structure must leave them equal: another key would compile an engine of each release again, and
 another selection would load other engines than before. PREHEAT_RECORD=1 writes the files again.
@@ -109,7 +109,7 @@ def with_engines(manifest: Manifest, planned: Iterable[PlannedEngine]) -> Manife
                 build_seconds=1,
             )  # fmt: skip
         )
-        component, features, _ = parse_name(name)  # a paired variant has the weights of its twin
+        component, features, _ = parse_name(name)  # a paired variant has its component's weights
         owner = find_component(name).same_as or engine_name(component, features - {GUIDED_ZEROS})
         blobs = (_blob(f"{owner} {precision} {layout}"),)
         weights[name, precision.name, layout] = WeightsRecord(

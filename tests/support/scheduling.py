@@ -58,7 +58,7 @@ class Step(NamedTuple):
 
 
 class Gate:
-    """Holds each step of a model's loops until `run` or `open` allows it. `steps` are those that have begun."""
+    """Holds each step of a model's loops until `run` or `open` allows it. `steps`: the steps that have begun."""
 
     def __init__(self, model: LoadedModel) -> None:
         self.steps: list[Step] = []
@@ -86,7 +86,7 @@ class Gate:
             loop.capacity, loop.efficient_batch = capacity, efficient
 
     def run(self, steps: int = 1) -> None:
-        """Allow so many further steps, and wait until the last of them has begun."""
+        """Allow `steps` further steps, and wait until the last of them has begun."""
         self._allowed.release(steps)
         for _ in range(steps):
             assert self._begun.acquire(timeout=TIMEOUT_SECONDS)

@@ -79,7 +79,7 @@ class EncodeTexts(PipelineModel):
 
 
 def _encoder_inputs(signature: Signature, ids: torch.Tensor) -> Tensors:
-    """Return the inputs of a text encoder. Those that choose among its layers are one-hot; the first is the default."""
+    """Return the inputs of a text encoder. Choices among its layers are one-hot; the first is the default."""
     inputs = {"input_ids": ids.contiguous()}
     for spec in signature.inputs:
         if spec.name not in inputs:

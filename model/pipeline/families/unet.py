@@ -1,4 +1,4 @@
-"""What the families of UNets share: the networks that a UNet is divided into, and the VAE."""
+"""The networks that the families of UNets share: the three that a UNet is divided into, and the VAE."""
 
 from model.engines import signatures
 from model.pipeline.spec import VAE_DECODER, VAE_ENCODER, ComponentSpec, Denoiser, Part

@@ -172,7 +172,7 @@ def test_offline_merge_gives_the_same_image(
 
 
 def test_scheduler_runs_different_adapters_together(adapted: Loaded) -> None:
-    """The results are those of each request alone, and only the adapter that does not fit is merged."""
+    """The results equal the results of each request alone, and only the adapter that does not fit is merged."""
     assert adapted.model.adapters is not None
     warm_up(adapted)
     requests = [*REQUESTS, params(seed=6), params(("nine", 1.0), seed=7)]

@@ -1,4 +1,4 @@
-"""Merged weights are those of a checkpoint with merged layers, in every layout, and are restored exactly."""
+"""Merged weights equal the weights of a checkpoint with merged layers, in every layout, and are restored exactly."""
 
 import copy
 import re
@@ -160,7 +160,7 @@ def test_quantizes_merged_weights_with_the_same_scale() -> None:
 
 @both_layouts
 def test_merges_convolutions_in_8_bits(gpu_layout: bool) -> None:
-    """As quantizing the merged weights does, with each output's scale. Engines in fp16 may have Winograd's weights."""
+    """The result equals quantized merged weights, by each output's scale. fp16 engines may have Winograd's weights."""
     unet = wide_unet()
     layout = "channels_last" if gpu_layout else "plain"
     originals = server_tensors(unet, gpu_layout)["unet"]

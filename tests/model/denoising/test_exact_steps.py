@@ -46,7 +46,7 @@ def exact_image(model: LoadedModel, first: int, last: int, **changes: object) ->
 @settings(max_examples=30, deadline=None)
 @given(mix=loops.mixes, first=st.integers(0, 4), last=st.integers(0, 4), kind=st.sampled_from(["graphs", "eager"]))
 def test_steps_on_equal_unets_equal_one_unet(mix: loops.Mix, first: int, last: int, kind: str) -> None:
-    """Latents, the samplers' estimate of the step before, noise, guidance and conditioning are those of one loop."""
+    """Latents, the samplers' estimate of the step before, noise, guidance and conditioning equal a loop of one UNet."""
     model = linear_model()
     model.fp16_steps = Fp16Steps(first=first, last=last)
     inner, outer = (bucketed(model, 1, 2, 4, guided=(2, 4)) for _ in range(2))

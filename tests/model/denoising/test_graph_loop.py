@@ -1,4 +1,4 @@
-"""What only the graph loop does, on the CPU: its choice of engines, captures, memory and queue of steps.
+"""The graph loop on the CPU: its choice of engines, captures, memory and queue of steps.
 
 tests/model/denoising/test_loop.py compares its results with the eager loop's.
 """

@@ -90,7 +90,7 @@ def test_keeps_the_image_outside_of_the_mask(make_loop: MakeLoop, model: LoadedM
 
 @both_loops
 def test_images_beyond_the_capacity_wait(make_loop: MakeLoop, model: LoadedModel) -> None:
-    """The capacity is that of the largest bucket, until it is lowered."""
+    """The capacity is the batch of the largest bucket, until it is lowered."""
     unet = bucketed(model, 2, 8)
     loop = make_loop(unet)
     assert loop.capacity == 8

@@ -222,7 +222,7 @@ def failures() -> Iterator[FailureHandler]:
 def test_memory_of_a_failed_load_is_freed_before_the_next(
     valid_store: WritableLocalStore, failures: FailureHandler
 ) -> None:
-    """The release loads, and its warm-up fails, because its networks are not those of an SDXL."""
+    """The release loads, and its warm-up fails, because its networks are not an SDXL's."""
     model = Model(config={"model_metadata": {"preheat": {"store": valid_store.url, "release": RELEASE_NAME}}})
     for _ in range(2):
         gc.disable()  # so that only the load itself frees the memory

@@ -1,4 +1,4 @@
-"""Images with ControlNets and IP-Adapters are those of diffusers' pipelines, alone and in every batch."""
+"""Images with ControlNets and IP-Adapters equal diffusers' pipelines, alone and in every batch."""
 
 import copy
 import random
@@ -167,7 +167,7 @@ def with_graph_loop(toy: Loaded, tokens: int = 77) -> LoadedModel:
 
 
 def test_requests_with_and_without_conditions_share_a_batch(toy: Loaded, reference: Reference) -> None:
-    """An image is the same with other images in its batch, whatever networks and images those use."""
+    """An image is the same with other images in its batch, which may use any networks and images."""
     batch = [
         params_of(toy, seed=3),
         params_of(toy, controls=(control("edges", end=0.5),), scheduler="Euler a", num_images=2),

@@ -126,7 +126,7 @@ def test_warns_of_a_truncated_prompt(model: LoadedModel) -> None:
 
 
 def test_warns_of_the_field_that_was_truncated(model: LoadedModel) -> None:
-    """A mask without a prompt of its own has the request's."""
+    """A mask without a prompt has the request's prompt."""
     mask = Mask(np.full((64, 96), 255, np.uint8), "a b c d e and more", None, strength=0.9999)
     masks = (mask, replace(mask, prompt="short", negative_prompt="a b c d e too"), mask)
     image = np.zeros((64, 96, 3), np.uint8)

@@ -48,7 +48,7 @@ class ThreadRanks(Ranks):
 
 
 class StaticStub(Stub):
-    """An engine of one batch size, as those of a GPU are."""
+    """An engine of one batch size, like an engine for a GPU."""
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         assert {len(tensor) for tensor in inputs.values()} == {self.bucket.batch.max}
@@ -84,7 +84,7 @@ def eager_loop(denoiser: Denoiser) -> EagerLoop:
 def latents_of(
     model: LoadedModel, make_loop: Callable[[Denoiser], Loop], ranks: Ranks, batches: tuple[int, ...]
 ) -> list[torch.Tensor]:
-    """Return the latents of REQUESTS, which share a loop of these ranks. `batches`: those of the UNet's engines."""
+    """Return the latents of REQUESTS, which share a loop of these ranks. `batches`: of the UNet's engines."""
     runner, images = Runner(model), list[ImageState]()
     for changes in REQUESTS:
         plan = runner.plan(replace(PLAIN, **changes))  # type: ignore[arg-type]
