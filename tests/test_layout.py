@@ -1,6 +1,7 @@
 """The order of folders, and what runs before torch is imported."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -51,6 +52,12 @@ NOT_IMPORTED = {
     "gateway": ("benchmarks", "preheat", "engine_builder.networks", "engine_builder.building", "model.engines"),
     "benchmarks": ("preheat.commands",),
 }
+# A feature of the denoiser is a row of a table. Only these modules name one.
+FEATURE_MODULES = ("model/engines/features.py", "model/pipeline/control.py", "model/pipeline/image_prompt.py")
+OLD_NAMES = re.compile(
+    r"UNET_CONTROLLED|UNET_IP|UNET_LORA|UNET_GUIDED|unet_controlled|unet_ip|unet_lora|unet_guided"
+    r"|\bcontrolled\b|image_prompted|MixedLoop|unet_of_loop"
+)
 Graph = dict[str, set[str]]
 
 
@@ -123,6 +130,18 @@ def test_modules_import_lower_layers_only(graph: Graph) -> None:
 def test_finds_a_wrong_import(graph: Graph, module: str, imported: str, is_cycle: bool) -> None:
     changed = graph | {module: graph[module] | {imported}}
     assert upward_imports(changed) == [f"{module} -> {imported}"] and bool(find_cycle(changed)) == is_cycle
+
+
+def old_names(text: str) -> list[str]:
+    """Return the lines with a name of a feature's former special cases, each with its number."""
+    return [f"{number}: {line.strip()}" for number, line in enumerate(text.splitlines(), 1) if OLD_NAMES.search(line)]
+
+
+def test_features_have_no_special_cases() -> None:
+    files = {path.relative_to(REPOSITORY).as_posix(): path.read_text() for path in modules("model").values()}
+    found = {name: lines for name, text in files.items() if (lines := old_names(text))}
+    assert "model/engines/features.py" in found  # it maps the names of older releases
+    assert [f"{name}:{line}" for name in sorted(found.keys() - {*FEATURE_MODULES}) for line in found[name]] == []
 
 
 def test_package_inits_are_empty() -> None:

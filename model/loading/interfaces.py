@@ -73,14 +73,14 @@ def _expected_names(spec: ComponentSpec, unet: UnetWidths, residuals: Sequence[T
 
     Those are the embedded guidance scale, clip_skip, and of ControlNets the text and the type of the control image.
     """
-    controlled = replace(unet, residuals=((1, 1),) * len(residuals))
+    with_residuals = replace(unet, residuals=((1, 1),) * len(residuals))
     if spec.is_denoiser:
         sets = [spec.features]
         if spec.name == IP_UNET and residuals:  # with or without the outputs of ControlNets
             sets.append(spec.features | {CONTROL})
-        return [_names(denoiser_signature(controlled, "float32", features)) for features in sets]
+        return [_names(denoiser_signature(with_residuals, "float32", features)) for features in sets]
     texts = [signatures.TextEncoderWidths(tokens=1, width=1, pooled_width=1, layers=layers) for layers in (0, 1)]
-    types = [replace(controlled, control_types=count) for count in (0, 1)]
+    types = [replace(with_residuals, control_types=count) for count in (0, 1)]
     widths: dict[Callable[..., Signature], Sequence[object]] = {
         signatures.text_signature: texts,
         signatures.pooled_text_signature: texts,
@@ -89,7 +89,7 @@ def _expected_names(spec: ComponentSpec, unet: UnetWidths, residuals: Sequence[T
         signatures.vae_decoder_signature: [_VAE],
         signatures.controlnet_time_signature: types,
         signatures.controlnet_image_signature: types,
-        signatures.controlnet_signature: [controlled, replace(controlled, keys_values_width=0)],
+        signatures.controlnet_signature: [with_residuals, replace(with_residuals, keys_values_width=0)],
         signatures.image_encoder_signature: [signatures.ImageEncoderWidths(side=1, features=(1,))],
         signatures.ip_adapter_signature: [signatures.IpAdapterWidths((1,), tokens=1, keys_values_width=1)],
         signatures.safety_checker_signature: [signatures.SafetyCheckerWidths(1, concepts=1, special_concepts=1)],

@@ -55,8 +55,8 @@ def warm_up(
                     generate(loaded.model, [_from_image(params) if encodes else params])
                     if comparison is not None:
                         comparison.warm_up(params)
-                    if (controlled := _with_controls(params, served)).controls:
-                        generate(loaded.model, [controlled])
+                    if (with_controls := _with_controls(params, served)).controls:
+                        generate(loaded.model, [with_controls])
                     if served.ip_adapter_sizes is not None and served.ip_adapter_sizes.holds(width, height):
                         for name in served.ip_adapters:
                             generate(loaded.model, [_with_image_prompt(params, served, name)])
