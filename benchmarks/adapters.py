@@ -38,7 +38,6 @@ from engine_builder.adapters.add import release_layers
 from engine_builder.stores.local import WritableLocalStore
 from model.adapters.layers import Layer
 from model.adapters.library import load_factors
-from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.deployment import Deployment
@@ -47,6 +46,7 @@ from model.loading.load import Loaded, load_deployment
 from model.loading.warmup import warm_up
 from model.pipeline.components import find_component
 from model.pipeline.text_to_image import generate
+from model.request_fields import GenerationRequest
 from model.settings import read_settings
 from model.store.adapter_record import AdapterLayer, AdapterRecord
 from model.store.manifest import BLOB_LIMIT, Blob

@@ -16,13 +16,13 @@ import torch
 
 from benchmarks.measure import load_in_process, precision_of, release_parser
 from benchmarks.rows import Row, finish, make_row
-from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.loading.load import Loaded
 from model.pipeline.encoded_once import EncodedOnce
 from model.pipeline.params import GenerationParams
 from model.pipeline.runner import Runner
 from model.pipeline.text_to_image import denoise
+from model.request_fields import GenerationRequest
 
 
 @dataclass(frozen=True)

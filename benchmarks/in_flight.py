@@ -28,7 +28,6 @@ import torch
 
 from benchmarks.measure import encode_all, generate_offline, load_in_process, precision_of
 from benchmarks.rows import Row, finish, make_row
-from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.images.encode import Pixels
 from model.loading.load import Loaded
@@ -37,6 +36,7 @@ from model.pipeline.params import GenerationParams
 from model.pipeline.runner import Runner
 from model.pipeline.spec import UNET
 from model.pipeline.text_to_image import generate
+from model.request_fields import GenerationRequest
 from model.scheduling.job import ImageEvent, StepEvent
 from model.scheduling.output_workers import THREADS
 from model.scheduling.scheduler import Scheduler

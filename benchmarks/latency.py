@@ -33,12 +33,12 @@ from benchmarks.measure import (
 )
 from benchmarks.peers import PEERS, bench_against_diffusers, find_peer
 from benchmarks.rows import Row, finish
-from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.errors import RequestRefused
 from model.loading.load import Loaded
 from model.pipeline.params import Control, GenerationParams, ImagePrompt, Mask
 from model.pipeline.text_to_image import generate
+from model.request_fields import GenerationRequest
 from model.store.manifest import Fp16Steps
 from model.store.precision import PRECISIONS
 

@@ -10,12 +10,12 @@ from dataclasses import replace
 
 from benchmarks.measure import load_in_process, measure_requests
 from benchmarks.rows import Row
-from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.child_process import mark_hanging_exit
 from model.errors import RequestRefused
 from model.loading.load import Loaded
 from model.ranks.lead import start_followers
+from model.request_fields import GenerationRequest
 from model.settings import read_settings
 
 

@@ -39,9 +39,9 @@ from gateway.recording import recorded
 from gateway.request_end import ClosingStream, stopping, unless_disconnected, until_shutdown
 from model.api.body_limit import CLIENT, BodyLimit, BodyLimits
 from model.api.fair_queue import PreparationQueues
-from model.api.request import GenerationRequest
 from model.api.shutdown import GracefulShutdown
 from model.errors import BodyTooLarge, BodyTooSlow, Overloaded, PreheatError, RequestRefused, Unavailable
+from model.request_fields import GenerationRequest
 
 _KEY_SHARE = 0.5  # of the memory for bodies that other keys leave
 _LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]")

@@ -17,11 +17,11 @@ from starlette.requests import Request
 
 from model.api.body_limit import find_in_process, limit_bodies
 from model.api.connections import bound_connections
-from model.api.request import GenerationRequest
 from model.cold_start import ColdStart, seconds_since_process_start
 from model.errors import ConfigError
 from model.loading import preload_torch
 from model.loading.prefetch import Prefetch
+from model.request_fields import GenerationRequest
 from model.settings import read_settings
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ from engine_builder.building.counterparts import Counterparts
 from engine_builder.building.eager_model import eager_engines, open_eager_model, resolve_for
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.checkpoints.scheduler_config import read_scheduler
-from model.api.request import GenerationRequest
 from model.denoising.sampler_specs import sampler_spec
 from model.images.encode import Pixels
 from model.pipeline import spec as names
@@ -24,6 +23,7 @@ from model.pipeline.params import GenerationParams, Mask
 from model.pipeline.text_to_image import generate
 from model.prompts.tokenizer import ClipTokenizer
 from model.prompts.weighted_prompt import plain_chunks
+from model.request_fields import GenerationRequest
 from model.validation import SMALLEST_SIDE
 
 TEXTS = 200

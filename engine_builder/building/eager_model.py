@@ -11,7 +11,6 @@ from engine_builder.checkpoints.release_settings import read_model_facts, read_n
 from engine_builder.networks.controlnet import components_of_controlnets
 from engine_builder.networks.ip_adapter import components_of_ip_adapters
 from engine_builder.networks.network import ModuleReader, Network, load_network
-from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.engines.engine import EngineSet
 from model.images.encode import Pixels
@@ -22,6 +21,7 @@ from model.pipeline.params import Control, GenerationParams, ImagePrompt
 from model.pipeline.spec import model_parts
 from model.pipeline.text_to_image import generate
 from model.prompts.tokenizer import ClipTokenizer
+from model.request_fields import GenerationRequest
 from model.store.precision import Precision
 
 

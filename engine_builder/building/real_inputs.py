@@ -10,7 +10,6 @@ from engine_builder.building.eager_model import eager_engines, generate_eagerly,
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.checkpoints.release_settings import read_tokenizers
 from engine_builder.networks.network import Network
-from model.api.request import GenerationRequest
 from model.denoising.buffers import SAMPLE
 from model.engines.features import GUIDED_ZEROS, LORA, engine_name, parse_name
 from model.engines.shapes import bind_shapes
@@ -22,6 +21,7 @@ from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import Control, ImagePrompt
 from model.pipeline.spec import CONTROLNET_TIME, IMAGE_ENCODER, controlnets_of, ip_adapters_of
 from model.pipeline.vae import encode_pixels, to_pixels
+from model.request_fields import GenerationRequest
 from model.store.manifest import Bucket, Signature
 
 _PROMPT = "a large red circle on a blue background"

@@ -35,9 +35,9 @@ from engine_builder.quantization.record import (
     write_calibration,
 )
 from engine_builder.stores.store import WritableStore
-from model.api.request import GenerationRequest
 from model.pipeline.components import COMPONENTS, unets
 from model.pipeline.spec import VAE_DECODER
+from model.request_fields import GenerationRequest
 from model.store.precision import Precision
 
 Ranges = dict[str, InputRange]

@@ -25,12 +25,11 @@ from pydantic import ValidationError
 from gateway.backend_answers import Event
 from gateway.backends import Accepted
 from gateway.errors import ApiError, refused
-from model.api.request import GenerationRequest
 from model.api.resolve import DEFAULT_INPAINT_STRENGTH, DEFAULT_STRENGTH
 from model.errors import RequestRefused
 from model.images.containers import Container, InvalidFile, read_container
 from model.images.inputs import MAX_INPUT_PIXELS, read_image, to_8_bits, turn_upright
-from model.request_fields import OPENAI, marked, value_type
+from model.request_fields import OPENAI, GenerationRequest, marked, value_type
 from model.validation import MAX_IMAGES, MAX_PROMPT_CHARACTERS, MAX_STEPS, format_value
 
 MAX_PARTIAL_IMAGES = 3

@@ -13,7 +13,6 @@ from functools import partial
 
 import numpy as np
 
-from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.errors import Cancelled, RequestRefused
 from model.images.fit import check_fit, fit, reference_square
@@ -21,7 +20,7 @@ from model.images.inputs import MAX_REQUEST_PIXELS, InputImage, decode_mask, dec
 from model.images.postprocess import Pixels, feather
 from model.loading.served import ServedModel
 from model.pipeline.params import REPAINTED_LEVEL, Control, GenerationParams, ImagePrompt, Mask
-from model.request_fields import ControlRequest, MaskRequest
+from model.request_fields import ControlRequest, GenerationRequest, MaskRequest
 
 CANNY_PRICE = 16  # of a pixel of the result, relative to decoding one
 

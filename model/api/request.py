@@ -1,10 +1,9 @@
-"""The public request and response. The request's class is the table of its fields, `model.request_fields`."""
+"""The public response, and requests without their images. The fields of a request are in `model.request_fields`."""
 
 import base64
 import hashlib
 from typing import Any, Literal, NotRequired, TypedDict
 
-from model.request_fields import GenerationRequest as GenerationRequest
 from model.validation import ImageFormat
 
 

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from model.api.request import GenerationRequest, without_images
+from model.api.request import without_images
 from model.denoising.sampler_specs import (
     check_refiner,
     check_spacing,
@@ -20,7 +20,7 @@ from model.errors import RequestRefused
 from model.images.metadata import MAX_JPEG_BYTES, metadata_text
 from model.loading.served import ServedModel, Sizes
 from model.pipeline.params import GenerationParams
-from model.request_fields import ANSWER, marked
+from model.request_fields import ANSWER, GenerationRequest, marked
 from model.validation import RANDOM_SEED, SEED_COUNT, format_value
 
 DEFAULT_STRENGTH, DEFAULT_INPAINT_STRENGTH = 0.3, 0.9999  # of diffusers' SDXL pipelines

@@ -25,7 +25,7 @@ from model import metrics
 from model.api.describe import describe
 from model.api.fair_queue import CLIENT_HEADER, SMALL_PRICE, PreparationQueues
 from model.api.images import read_images, reading_price
-from model.api.request import GenerationRequest, GenerationResponse, ImageResult
+from model.api.request import GenerationResponse, ImageResult
 from model.api.resolve import resolve
 from model.api.shutdown import RETRY_SECONDS, wait_for_end
 from model.cold_start import ColdStart
@@ -44,6 +44,7 @@ from model.errors import (
 )
 from model.loading.served import ServedRelease
 from model.pipeline.params import GenerationParams
+from model.request_fields import GenerationRequest
 from model.scheduling.interface import JobScheduler, RequestJob
 from model.scheduling.job import GenerationResult, ImageEvent, StepEvent
 

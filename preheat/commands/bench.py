@@ -91,8 +91,8 @@ def latency(
     with activity("Loading"):
         from benchmarks.measure import load_in_process, measure_requests
         from benchmarks.peers import PEERS, bench_against_diffusers
-        from model.api.request import GenerationRequest
         from model.api.resolve import resolve
+        from model.request_fields import GenerationRequest
 
         try:
             request = GenerationRequest(
@@ -133,7 +133,7 @@ def multi_gpu(
         raise typer.BadParameter(f"{bands} is not 1, 2, 4 or 8 and a divisor of --gpus {gpus}", param_hint="--bands")
     with activity("Loading"):
         from benchmarks.multi_gpu import compare, load_ranked
-        from model.api.request import GenerationRequest
+        from model.request_fields import GenerationRequest
 
         request = GenerationRequest(prompt=prompt, width=width, height=height, num_inference_steps=steps, seed=0)
         url = open_cli_store(store, None).url

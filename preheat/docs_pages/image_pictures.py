@@ -16,7 +16,6 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from benchmarks.measure import load_in_process, release_parser
-from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.images.canny import canny
 from model.images.encode import Pixels
@@ -24,6 +23,7 @@ from model.images.fit import reference_square
 from model.loading.load import Loaded
 from model.pipeline.params import Control, ImagePrompt, Mask
 from model.pipeline.text_to_image import generate
+from model.request_fields import GenerationRequest
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 STRENGTHS = (0.1, 0.2, 0.3, 0.5, 0.9)

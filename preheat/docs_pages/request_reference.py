@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from model.api.describe import Description
-from model.api.request import EngineInfo, GenerationRequest, GenerationResponse, ImageResult
+from model.api.request import EngineInfo, GenerationResponse, ImageResult
 from model.denoising.sampler_specs import SAMPLERS, SPECS
-from model.request_fields import value_type
+from model.request_fields import GenerationRequest, value_type
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "requests.md"
 _TABLE = re.compile(r"(?<=<!-- table: )(\w+)( -->\n\n)(.*?)(?=\n<!-- end -->)", re.DOTALL)

@@ -9,13 +9,13 @@ import pytest
 
 from engine_builder.stores.local import WritableLocalStore
 from engine_builder.stores.store import WritableStore
-from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.errors import CorruptBlob, StoreError
 from model.loading.load import load_release
 from model.loading.target import detect_targets
 from model.pipeline.text_to_image import generate
+from model.request_fields import GenerationRequest
 from model.store.keys import blob_key
 from model.store.local import LocalStore
 from model.store.manifest import Blob, Manifest
@@ -164,7 +164,7 @@ def test_refuses_cache_of_another_user(attacked: AttackedRelease, digest: str) -
 GENERATE_BEFORE_AND_AFTER_CHANGES = """
 import os, sys
 from pathlib import Path
-from model.api.request import GenerationRequest
+from model.request_fields import GenerationRequest
 from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.deployment import Deployment

@@ -10,11 +10,11 @@ from typing import cast
 import pytest
 
 from benchmarks.in_flight import measure, measure_saturated, numbered_requests
-from model.api.request import GenerationRequest
 from model.errors import Unavailable
 from model.loading.load import Loaded
 from model.pipeline import spec
 from model.pipeline.params import GenerationParams
+from model.request_fields import GenerationRequest
 from model.scheduling.job import StepEvent
 from model.scheduling.scheduler import Scheduler
 from tests.support.linear_networks import PLAIN

@@ -20,7 +20,6 @@ from benchmarks import adapters, latency, measure, peers
 from benchmarks.latency import Case, compare, measure_cases
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
 from engine_builder.releases.signing import public_key
-from model.api.request import GenerationRequest
 from model.engines.engine import EngineSet
 from model.errors import BrokenImage, RequestRefused, UntrustedRelease
 from model.images.encode import Pixels
@@ -29,6 +28,7 @@ from model.loading.served import ServedIpAdapter, SizeList
 from model.pipeline.components import FAMILIES
 from model.pipeline.params import GenerationParams
 from model.pipeline.spec import TEXT_ENCODER, VAE_DECODER
+from model.request_fields import GenerationRequest
 from model.store.store import Store
 from preheat.main import app
 from tests.engine_builder.helpers import edit_json

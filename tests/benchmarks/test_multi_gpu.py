@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 from benchmarks import measure
 from benchmarks.multi_gpu import compare, load_ranked
 from engine_builder.stores.store import WritableStore
-from model.api.request import GenerationRequest
 from model.errors import RequestRefused
 from model.loading.load import Loaded
 from model.pipeline.params import GenerationParams
+from model.request_fields import GenerationRequest
 from preheat.main import app
 
 

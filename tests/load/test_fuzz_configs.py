@@ -19,10 +19,10 @@ from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.checkpoints.release_settings import read_release_defaults
 from engine_builder.checkpoints.scheduler_config import read_scheduler
 from engine_builder.networks.network_check import check_model
-from model.api.request import GenerationRequest
 from model.errors import PreheatError
 from model.loading.target import Target
 from model.pipeline.text_to_image import generate
+from model.request_fields import GenerationRequest
 from model.store.precision import FP32
 from tests.support.images import largest_difference
 from tests.support.reference import Reference

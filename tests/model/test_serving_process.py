@@ -17,7 +17,7 @@ SCRIPT = """
     import yaml
     from starlette.requests import Request
 
-    from model.api.request import GenerationRequest
+    from model.request_fields import GenerationRequest
     from model.model import Model
 
     model = Model(config=yaml.safe_load(open("config.yaml")))

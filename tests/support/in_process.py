@@ -18,11 +18,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 
-from model.api.request import GenerationRequest
 from model.api.service import Service
 from model.cold_start import ColdStart
 from model.loading.load import Loaded
 from model.pipeline.runner import Runner
+from model.request_fields import GenerationRequest
 from model.scheduling.scheduler import Scheduler
 from model.settings import Limits
 from tests.support.predictions import PREDICT_PATH, TIMEOUT_SECONDS

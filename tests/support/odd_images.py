@@ -24,9 +24,9 @@ import numpy as np
 from PIL import Image, ImageCms
 
 from model.api.images import resolve_with_images
-from model.api.request import GenerationRequest
 from model.errors import RequestRefused
 from model.loading.served import Defaults, ServedModel, SizeList
+from model.request_fields import GenerationRequest
 
 Outcome = Literal["accepted", "refused", "either"]
 SIZE = 64  # of the requested image

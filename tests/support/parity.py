@@ -11,7 +11,6 @@ import numpy as np
 from engine_builder.building.build_plan import BuildPlan
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.stores.store import WritableStore
-from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.images.encode import Pixels
@@ -20,6 +19,7 @@ from model.loading.target import Target, detect_targets
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import GenerationParams, Mask
 from model.pipeline.text_to_image import generate
+from model.request_fields import GenerationRequest
 from model.store.precision import FP32
 from tests.support.deployments import deployed
 from tests.support.images import file_of, largest_difference

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 import numpy as np
 
 from engine_builder.stores.store import WritableStore
-from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.deployment import Deployment
@@ -15,6 +14,7 @@ from model.loading.load import Loaded, load_release
 from model.loading.target import detect_targets
 from model.pipeline.params import GenerationParams
 from model.ranks.lead import Followers
+from model.request_fields import GenerationRequest
 from model.settings import Settings
 
 SIDE = 64

@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from benchmarks.rows import read_rows
-from model.api.request import GenerationRequest
+from model.request_fields import GenerationRequest
 from model.settings import Limits, read_settings
 from preheat.local_server.server import Layout, build_context, lay_out
 from tests.support.repository import REPOSITORY

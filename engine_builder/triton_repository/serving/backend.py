@@ -13,8 +13,8 @@ import torch.utils.dlpack
 from pydantic import ValidationError
 
 from engine_builder.triton_repository.config import TritonConfigError
-from model.api.request import GenerationRequest
 from model.errors import PreheatError, RequestRefused
+from model.request_fields import GenerationRequest
 from model.settings import Settings, read_settings
 from model.store.local import LocalStore
 from model.validation import explain

@@ -32,12 +32,12 @@ from engine_builder.triton_repository.serving.backend import (
 )
 from engine_builder.triton_repository.serving.limits import Unread, Watch
 from model.api.images import resolve_with_images
-from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.child_process import FAILED_EXIT_CODE
 from model.cold_start import ColdStart
 from model.errors import PreheatError, RequestRefused
 from model.pipeline.params import GenerationParams
+from model.request_fields import GenerationRequest
 from model.scheduling.job import GenerationResult, ImageEvent, StepEvent
 from model.serving import start_server
 

@@ -28,13 +28,13 @@ from engine_builder.triton_repository.unrolled import (
     texts_of,
     unrolled_models,
 )
-from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.deployment import Deployment
 from model.errors import RequestRefused
 from model.loading.load import load_deployment
 from model.pipeline.params import GenerationParams
+from model.request_fields import GenerationRequest
 
 Tensors = dict[str, torch.Tensor]
 

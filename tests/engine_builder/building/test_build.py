@@ -32,7 +32,6 @@ from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
 from engine_builder.networks.network import NETWORK_VERSION, Network, load_network
 from engine_builder.releases.publish import publish
 from engine_builder.stores.store import WritableStore, open_writable_store
-from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.errors import BrokenImage
@@ -40,6 +39,7 @@ from model.loading.load import Loaded, load_release
 from model.loading.target import Target, detect_targets
 from model.pipeline.spec import REFINER_TEXT_ENCODER_2, TEXT_ENCODER_2
 from model.pipeline.text_to_image import generate
+from model.request_fields import GenerationRequest
 from model.store.manifest import Bucket, Manifest, Signature
 from model.store.precision import BF16, FP16, FP32
 from preheat.commands.build import run_build

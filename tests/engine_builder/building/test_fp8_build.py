@@ -27,7 +27,6 @@ from engine_builder.quantization.quantization_plan import Quantization, plan_qua
 from engine_builder.quantization.record import CalibrationError
 from engine_builder.releases.publish import MissingFp16Engines, check_fp16_steps, merge_drafts, read_drafts
 from engine_builder.stores.store import WritableStore, open_writable_store
-from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.deployment import ServedPrecision
@@ -39,6 +38,7 @@ from model.loading.select import select
 from model.loading.target import detect_targets
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.text_to_image import generate
+from model.request_fields import GenerationRequest
 from model.scheduling.comparison import ImageComparison
 from model.store.manifest import EngineRecord, Fp16Steps, Manifest
 from model.store.manifest_json import parse_constants

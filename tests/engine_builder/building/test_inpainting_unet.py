@@ -18,7 +18,6 @@ from engine_builder.networks.network_check import check_model
 from engine_builder.releases.publish import publish
 from engine_builder.stores.local import WritableLocalStore
 from engine_builder.stores.store import WritableStore
-from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.errors import ManifestError, RequestRefused
@@ -28,6 +27,7 @@ from model.loading.warmup import warm_up
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import GenerationParams, Mask
 from model.pipeline.text_to_image import generate
+from model.request_fields import GenerationRequest
 from model.store.precision import FP32
 from tests.engine_builder.helpers import edit_json
 from tests.support import toy_sdxl

@@ -19,12 +19,12 @@ from engine_builder.checkpoints.presets import PRESETS
 from engine_builder.checkpoints.release_settings import read_model_facts, read_noise_schedules, read_release_defaults
 from engine_builder.networks.network_check import check_model
 from engine_builder.stores.store import WritableStore, open_writable_store
-from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.loading.load import Loaded
 from model.loading.served import read_defaults
 from model.pipeline.spec import VAE_DECODER, VAE_ENCODER
 from model.pipeline.text_to_image import generate
+from model.request_fields import GenerationRequest
 from model.store.precision import FP16, FP32
 from preheat.main import app
 from tests.engine_builder.helpers import drop_json_key, edit_json

@@ -23,12 +23,12 @@ from engine_builder.triton_repository.loop_model import GENERATE_LOOP, REQUEST, 
 from engine_builder.triton_repository.write_repository import RepositoryError, read_releases, write_repository
 from model.api.body_limit import MAX_BODY_BYTES
 from model.api.images import resolve_with_images
-from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.loading.load import Loaded, load_release
 from model.loading.target import detect_targets
 from model.pipeline.text_to_image import generate
+from model.request_fields import GenerationRequest
 from preheat.local_server import triton_client as client
 from preheat.local_server.client import CallFailed
 from preheat.local_server.triton_client import Protocol

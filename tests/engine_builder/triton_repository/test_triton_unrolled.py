@@ -19,11 +19,11 @@ from engine_builder.stores.store import WritableStore
 from engine_builder.triton_repository.unrolled import shortest_decimal, unrolled_repository
 from engine_builder.triton_repository.write_repository import RepositoryError, read_releases
 from model.api.images import resolve_with_images
-from model.api.request import GenerationRequest
 from model.cold_start import ColdStart
 from model.loading.load import Loaded, load_release
 from model.loading.target import detect_targets
 from model.pipeline.text_to_image import generate
+from model.request_fields import GenerationRequest
 from preheat.local_server.client import CallFailed
 from preheat.local_server.triton_client import Protocol, generate_pixels
 from preheat.main import app

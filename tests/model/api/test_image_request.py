@@ -16,7 +16,6 @@ from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 
 from model.api.images import read_images, resolve_with_images
-from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.errors import Cancelled, RequestRefused
 from model.images.inputs import read_image
@@ -24,6 +23,7 @@ from model.images.postprocess import feather
 from model.loading.served import Defaults, ServedModel, SizeList
 from model.pipeline.params import REPAINTED_LEVEL, GenerationParams
 from model.pipeline.request_plan import plan_request
+from model.request_fields import GenerationRequest
 from tests.support.images import file_of
 from tests.support.linear_networks import linear_model
 from tests.support.odd_images import chunk

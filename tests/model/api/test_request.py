@@ -14,12 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.errors import ManifestError, RequestRefused
 from model.loading.served import ServedModel, SizeList, SizeRange, read_defaults
 from model.pipeline.params import GenerationParams
-from model.request_fields import Defaults
+from model.request_fields import Defaults, GenerationRequest
 
 # Truss calls older functions of pydantic, which warn. The server process does not turn warnings into errors.
 pytestmark = pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20")

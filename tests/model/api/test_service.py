@@ -21,7 +21,6 @@ from prometheus_client import REGISTRY
 from starlette.requests import Request
 
 from model.api.images import Part, UndecodedRequest
-from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.api.service import Service
 from model.cold_start import ColdStart
@@ -32,6 +31,7 @@ from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import GenerationParams
 from model.pipeline.request_plan import RequestPlan
 from model.pipeline.runner import Runner
+from model.request_fields import GenerationRequest
 from model.scheduling.scheduler import Scheduler
 from model.settings import Limits
 from model.store.store import Store

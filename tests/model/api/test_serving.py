@@ -8,12 +8,12 @@ import httpx
 import numpy as np
 import pytest
 
-from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.errors import ConfigError, PreheatError, ReleaseNotFound
 from model.loading.load import Loaded
 from model.model import Model
 from model.pipeline.text_to_image import generate
+from model.request_fields import GenerationRequest
 from model.store.store import Store
 from tests.support.images import Pixels, largest_difference, open_image, pixels
 from tests.support.predictions import PREDICT_PATH, PROMPT, SMALL, post, predict

@@ -17,7 +17,6 @@ from engine_builder.backends.onnx.graph_store import validate_graph
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
 from engine_builder.checkpoints.release_settings import read_model_facts, read_noise_schedules, read_release_defaults
 from engine_builder.networks.network import load_network
-from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.engines import signatures
 from model.engines.engine import EngineSet
@@ -28,6 +27,7 @@ from model.pipeline import spec
 from model.pipeline.guidance import embed_guidance
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.text_to_image import generate
+from model.request_fields import GenerationRequest
 from model.store.precision import FP16
 from tests.engine_builder.helpers import edit_json
 from tests.support import toy_sdxl

@@ -17,7 +17,6 @@ from engine_builder.adapters.add import add_adapter
 from engine_builder.checkpoints.folder import Checkpoint, IpAdapterFiles
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.api.describe import describe
-from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.denoising.graph_loop import GraphLoop
 from model.denoising.sampler_specs import SAMPLERS
@@ -34,6 +33,7 @@ from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import Control, GenerationParams, ImagePrompt
 from model.pipeline.spec import CONTROLLED_UNET, IP_UNET, UNET
 from model.pipeline.text_to_image import generate
+from model.request_fields import GenerationRequest
 from model.settings import ServedBucket
 from model.store.manifest import Bucket, Manifest, Span
 from tests.support import ip_adapters, parity

@@ -13,7 +13,6 @@ from engine_builder.building.eager_model import load_eager_model
 from engine_builder.building.preview_map import mean_error, with_preview_map
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.networks.network import Network
-from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.loading.load import Loaded
 from model.loading.served import Defaults, ServedModel, SizeList, SizeRange
@@ -24,6 +23,7 @@ from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.preview import Preview, PreviewMap, fit_preview_map, preview_map_of
 from model.pipeline.runner import Runner
 from model.pipeline.vae import decode_latents
+from model.request_fields import GenerationRequest
 from model.store.manifest import ModelFacts, PreviewLayer, PreviewRecord
 from model.store.precision import FP32
 from tests.support.images import pixels

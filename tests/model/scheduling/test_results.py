@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 
-from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.cuda.streams import Outputs, SideStream
 from model.denoising.sampler_specs import SAMPLERS
@@ -23,6 +22,7 @@ from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import Mask
 from model.pipeline.runner import Runner
 from model.pipeline.text_to_image import generate
+from model.request_fields import GenerationRequest
 from model.scheduling.job import ImageEvent, Job, StepEvent
 from model.scheduling.scheduler import Scheduler
 from model.settings import Limits

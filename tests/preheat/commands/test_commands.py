@@ -14,8 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from engine_builder.files import write_file
-from model.api.request import GenerationRequest
-from model.request_fields import ControlRequest, IpAdapterRequest, LoraRequest, MaskRequest
+from model.request_fields import ControlRequest, GenerationRequest, IpAdapterRequest, LoraRequest, MaskRequest
 from preheat.commands.request_options import FIELD_OPTIONS, OTHER_OPTIONS
 from preheat.main import PROGRAM, app
 from tests.model.store.processes import finish, own_mounts, python

@@ -36,13 +36,13 @@ from engine_builder.networks.network import Network, load_network
 from engine_builder.networks.unet import transformer_blocks
 from engine_builder.releases.gc import named_blobs
 from engine_builder.stores.store import WritableStore, open_writable_store
-from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.engines.engine import EngineSet
 from model.errors import EngineError
 from model.loading.load import Loaded
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.text_to_image import generate
+from model.request_fields import GenerationRequest
 from model.store.precision import BF16, FP16, FP32
 from preheat.main import app
 from tests.engine_builder.helpers import edit_weights, folder_of

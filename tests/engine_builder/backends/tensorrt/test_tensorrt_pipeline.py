@@ -22,12 +22,12 @@ from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan, Size
 from engine_builder.releases.publish import publish
 from engine_builder.stores.store import WritableStore, open_writable_store
-from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.loading.load import Loaded, load_release
 from model.loading.target import Target, detect_targets
 from model.pipeline.text_to_image import generate
+from model.request_fields import GenerationRequest
 from model.store.manifest import Manifest
 from model.store.precision import FP16
 from tests.engine_builder.helpers import PlanOf, edit_weights, folder_of

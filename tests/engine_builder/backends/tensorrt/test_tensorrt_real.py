@@ -23,7 +23,6 @@ from engine_builder.building.build_plan import BuildPlan, Size
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.releases.publish import publish
 from engine_builder.stores.store import WritableStore, open_writable_store
-from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.engines.tensorrt.libraries import TENSORRT, installed_version
@@ -33,6 +32,7 @@ from model.loading.runtimes import list_targets, make_tensorrt_target
 from model.loading.target import detect_targets
 from model.pipeline.spec import UNET
 from model.pipeline.text_to_image import generate
+from model.request_fields import GenerationRequest
 from model.store.manifest import Manifest
 from model.store.precision import FP16
 from model.weights.cache import WeightsCache
