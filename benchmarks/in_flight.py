@@ -158,11 +158,10 @@ def measure(
     params = resolve(request, loaded.served)
     steps = params.num_inference_steps
     loop = loaded.model.loop(UNET, params.height, params.width)
-    image_batch = Runner(loaded.model).plan(params).unet_batch  # UNet batch entries of one image
+    image_batch = Runner(loaded.model).plan(params).first_needs.slots  # UNet batch entries of one image
     capacity = max(1, loop.capacity // image_batch)
     batch = min(images or capacity, capacity)
     loop.capacity = image_batch * batch
-    efficient = min(max(1, loop.efficient_batch // image_batch), batch)
     outstanding = batch + max(2, batch // 2)  # so that a request always waits to join
 
     def row(case: str, values: Sequence[float], unit: str, **extra: Any) -> Row:
@@ -179,7 +178,7 @@ def measure(
     scheduler = Scheduler(Runner(loaded.model), limits, lambda: None)
     rate = measure_saturated(scheduler, numbered_requests(params, (steps,)), outstanding, seconds) / steps
     of_offline = round(rate / rows[0].value, 4)
-    rows.append(row("in flight, saturated", [rate], "images/s", of_offline=of_offline, efficient=efficient))
+    rows.append(row("in flight, saturated", [rate], "images/s", of_offline=of_offline))
     request_of = numbered_requests(params, mix or (steps,))
     if mix:
         rate = measure_saturated(scheduler, request_of, outstanding, seconds) * len(mix) / sum(mix)
@@ -194,7 +193,7 @@ def measure(
     baseline.close()
     load = {"arrivals_per_second": round(share * rate, 4), "mix": list(mix or (steps,))}
     traffic = f"Poisson at {share:.0%}" + (f", {'/'.join(map(str, mix))} steps" if mix else "")
-    rows.append(row(f"in flight, {traffic}", in_flight, "s", **load, efficient=efficient))
+    rows.append(row(f"in flight, {traffic}", in_flight, "s", **load))
     rows.append(row(f"batch at a time, {traffic}", batch_at_a_time, "s", **load))
     return rows
 

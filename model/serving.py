@@ -16,7 +16,7 @@ from model.cold_start import ColdStart
 from model.deployment import Deployment
 from model.loading.load import Loaded, load_deployment
 from model.loading.runtimes import find_targets
-from model.loading.warmup import batch_measurement, warm_up
+from model.loading.warmup import step_measurement, warm_up
 from model.pipeline.runner import Runner
 from model.scheduling.comparison import ImageComparison
 from model.scheduling.scheduler import Scheduler
@@ -70,7 +70,7 @@ def start_server(
     # Loaded objects are permanent. The collector would otherwise scan all of them, and every thread would wait.
     gc.collect()
     gc.freeze()
-    scheduler.when_idle(batch_measurement(loaded))
+    scheduler.when_idle(step_measurement(loaded))
     logger.info(
         json.dumps(
             {

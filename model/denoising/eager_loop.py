@@ -7,11 +7,13 @@ import torch
 from numpy.typing import NDArray
 
 from model.denoising.buffers import SAMPLE, entry_shape
+from model.denoising.cover import Cover, Kind, StepCosts
 from model.denoising.loop import ImageState, has_room
 from model.denoising.networks import Denoiser
 from model.denoising.prediction import predict_noise
 from model.denoising.samplers import KNOWN_COEFFICIENTS, pad_schedules
 from model.denoising.step import advance, draw_noise, keep_known
+from model.denoising.step_plan import StepNeeds
 
 
 @dataclass
@@ -31,14 +33,15 @@ class EagerLoop:
 
     def __init__(self, denoiser: Denoiser, height: int, width: int) -> None:
         """`height` and `width` in pixels. Raises EngineError if no engine of the denoiser serves them."""
-        self.capacity = self.efficient_batch = denoiser.ranks.size * denoiser.plain.engines.max_batch(height, width)
+        self.capacity = denoiser.ranks.size * denoiser.plain.engines.max_batch(height, width)
+        self.costs = StepCosts(denoiser.options(height, width, paired=False))
         self.images: list[ImageState] = []
         self._denoiser = denoiser
         self._height, self._width = height, width
         self._tensors: dict[ImageState, _Tensors] = {}
 
     def add(self, image: ImageState) -> None:
-        assert image.step < image.plan.steps and has_room(self, image.unet_batch)
+        assert image.step < image.plan.steps and has_room(self, image.now.slots)
         image.wait_for_inputs()
         coefficients = pad_schedules([image.plan.schedule], image.plan.steps)[1][0]
         self._tensors[image] = _Tensors(image.latents.clone(), torch.zeros_like(image.latents), coefficients)
@@ -48,8 +51,15 @@ class EagerLoop:
         self.images.remove(image)
         del self._tensors[image]
 
+    def kind(self, needs: StepNeeds) -> Kind:
+        return self._denoiser.kind(needs)
+
+    def cover(self) -> Cover:
+        return self.costs.cheapest(self._denoiser.counts(self.images))
+
     @torch.inference_mode()
-    def step(self) -> list[ImageState]:
+    def step(self, cover: Cover | None = None) -> list[ImageState]:
+        cover = self.cover() if cover is None else cover
         images, states = self.images, [self._tensors[image] for image in self.images]
         x = torch.cat([state.x for state in states])  # float32 [images, channels, height/8, width/8]
         previous = torch.cat([state.previous for state in states])
@@ -57,7 +67,7 @@ class EagerLoop:
         coefficients = torch.from_numpy(np.stack(of_steps)).to(x.device)  # [images, 9]
         c_in, *update = coefficients.T.reshape(-1, len(images), 1, 1, 1)
         update, keep = update[: -len(KNOWN_COEFFICIENTS)], update[-len(KNOWN_COEFFICIENTS) :]
-        eps = predict_noise(self._denoiser, images, self._model_input(c_in * x), self._height, self._width)
+        eps = predict_noise(self._denoiser, cover, images, self._model_input(c_in * x), self._height, self._width)
         advance(x, previous, eps, draw_noise(images, x), update)
         for index, image in enumerate(images):
             if image.known is not None:

@@ -1,11 +1,11 @@
 """The denoising loop as CUDA graphs, which a step replays.
 
-A step consists of calls of the denoiser and one update. A call has a graph for each variant of the denoiser and each
-batch size. It writes the predictions of its entries by conditioning slot. A network before the denoiser has graphs of
-its own, which add its outputs to sums that the next call reads. One graph then guides and advances all images.
-Everything that differs between images (latents, text, times, sampler coefficients, guidance) is data in buffers that
-the graphs read. The set of active images is data too. So no sampler, step count, guidance scale, combination of
-features or change of images needs a new capture.
+A step consists of calls of the denoiser, which `model.denoising.cover` chooses, and one update. A call has a graph for
+each variant of the denoiser and each batch size. It writes the predictions of its entries by conditioning slot. A
+network before the denoiser has graphs of its own, which add its outputs to sums that the next call reads. One graph
+then guides and advances all images. Everything that differs between images (latents, text, times, sampler coefficients,
+guidance) is data in buffers that the graphs read. The set of active images is data too. So no sampler, step count,
+guidance scale, combination of features or change of images needs a new capture.
 
 With several ranks a batch is divided among them, and the graph of a call has one collective, which gathers the
 predictions. All ranks replay the same graphs in the same order.
@@ -28,11 +28,13 @@ import torch
 from model.cuda.graphs import StepQueue
 from model.cuda.streams import to_device
 from model.denoising.buffers import BY_ENTRY, BY_SLOT, MAPPING, SAMPLE, SUM, NetworkShape, buffer_shapes
+from model.denoising.cover import Cover, Kind, StepCosts
 from model.denoising.inputs import gather_inputs, repeat_tokens
 from model.denoising.loop import Conditioning, ImageState, Known, has_room
-from model.denoising.networks import Denoiser, DenoiserVariant
+from model.denoising.networks import Denoiser, StepCall
 from model.denoising.samplers import pad_schedules
 from model.denoising.step import advance, draw_noise, guide, keep_known
+from model.denoising.step_plan import StepNeeds
 from model.engines.engine import Engine, EngineSet
 from model.engines.features import Input
 from model.engines.shapes import DTYPES
@@ -50,6 +52,18 @@ class _Entry(NamedTuple):
     cond_slot: int
     latent_slot: int
     row: int
+
+
+class _Call(NamedTuple):
+    """A call of a denoiser with its padded entries, and before it those of the networks that its images use.
+
+    reads_sums: the denoiser has inputs to which these networks add their outputs.
+    """
+
+    engines: EngineSet
+    entries: list[_Entry]
+    before: list[tuple[EngineSet, list[_Entry]]]
+    reads_sums: bool
 
 
 class _Network(NamedTuple):
@@ -90,10 +104,13 @@ class GraphLoop:
             if self._sums:
                 self._clear = self._queue.capture(self._clear_sums, True, "clear")
             self._advance = self._queue.capture(self._advance_images, True, "advance")
-        self.capacity = self.efficient_batch = max(shapes[0][1].batches)
-        # What the device has: the columns of each mapping, the pairs, and the slot that each entry of a buffer is of.
-        self._mapped: dict[EngineSet, Sequence[_Entry]] = {}
-        self._paired: list[list[int]] = []
+        self.capacity = max(shapes[0][1].batches)
+        self.costs = StepCosts(denoiser.options(height, width))
+        # The calls of a step, and the images and cover that they are of.
+        self._calls: list[_Call] = []
+        self._called: tuple[list[tuple[ImageState, StepNeeds]], Cover | None] = ([], None)
+        # What the device has: the columns of each mapping, and the slot that each entry of a buffer is of.
+        self._mapped: dict[EngineSet, list[_Entry]] = {}
         self._held: dict[str, dict[int, int]] = {}
         self._sums_are_zero = False
         self._waits_in_flight: deque[Callable[[], None]] = deque()  # each waits for the end of a step, oldest first
@@ -128,12 +145,13 @@ class GraphLoop:
     @torch.inference_mode()
     def add(self, image: ImageState) -> None:
         plan, steps = image.plan, image.plan.steps
-        assert image.step < steps and has_room(self, image.unet_batch)
+        needed = image.now.slots
+        assert image.step < steps and has_room(self, needed)
         image.wait_for_inputs()
         latent_slot = min(set(range(len(self._latents))) - set(self._latent_slot.values()))
         taken = {cond_slot for other in self.images for cond_slot in self._active_cond_slots(other)}
         free = sorted(set(range(len(self._predictions) - 1)) - taken)
-        cond_slots = free[: image.unet_batch]
+        cond_slots = free[:needed]
         _, [coefficients] = pad_schedules([plan.schedule], MAX_STEPS)
         guidance = np.tile(np.array([1, 0], np.float32), (MAX_STEPS, 1))
         guided = np.flatnonzero(plan.entries == 2)
@@ -145,12 +163,12 @@ class GraphLoop:
         self._denoised[latent_slot].zero_()
         self._copy_image(latent_slot, image)
         texts = [text for text in (image.uncond, image.cond) if text is not None]
-        for cond_slot, text in zip(cond_slots, texts[-image.unet_batch :], strict=True):
+        for cond_slot, text in zip(cond_slots, texts[-needed:], strict=True):
             self._copy_conditioning("text", cond_slot, text, steps)
         self._copy_conditioning("image", latent_slot, image.cond, steps)
         # The buffers hold a copy now. Otherwise the image would hold tens of megabytes for as long as it runs.
         image.cond = Conditioning()
-        image.uncond = image.uncond and Conditioning(is_zero=image.uncond.is_zero)
+        image.uncond = None
         self._latent_slot[image], self._cond_slots[image] = latent_slot, cond_slots
         self._held = {}  # the same slots have other conditioning now
         self.images.append(image)
@@ -190,11 +208,27 @@ class GraphLoop:
         self.images.remove(image)
         del self._latent_slot[image], self._cond_slots[image]
 
+    def kind(self, needs: StepNeeds) -> Kind:
+        return self._denoiser.kind(needs)
+
+    def cover(self) -> Cover:
+        return self.costs.cheapest(self._denoiser.counts(self.images))
+
     @torch.inference_mode()
-    def step(self) -> list[ImageState]:
-        for variant, images in self._denoiser.calls(self.images):
-            self._call(variant, images)
-        self._upload_pairs()
+    def step(self, cover: Cover | None = None) -> list[ImageState]:
+        called = [(image, image.now) for image in self.images], cover
+        if called != self._called:
+            self._called = called
+            calls = self._denoiser.calls(self.cover() if cover is None else cover, self.images)
+            self._calls = [self._prepare(call) for call in calls]
+            self._upload_pairs()
+        for call in self._calls:
+            if call.reads_sums and (call.before or not self._sums_are_zero):
+                self._clear()
+                self._sums_are_zero = not call.before
+            for engines, entries in call.before:
+                self._run(engines, entries)
+            self._run(call.engines, call.entries)
         self._stage_noise()
         self._advance()
         finished = []
@@ -218,98 +252,58 @@ class GraphLoop:
         return buffer[latent_slot : latent_slot + 1].clone()
 
     def _active_cond_slots(self, image: ImageState) -> list[int]:
-        """Return the conditioning slots that an image's next step reads.
+        """Return the conditioning slots that an image's next step or a later one reads.
 
         After guidance has ended, only the conditional text's slot is read. Another image may take the other slot.
         """
-        return self._cond_slots[image][-image.unet_batch :]
+        return self._cond_slots[image][-image.now.slots :]
 
-    def _call(self, variant: DenoiserVariant, images: Sequence[ImageState]) -> None:
-        """Queue the predictions of images on a variant: in one call, or several if its largest batch is too small."""
-        entries = [(image, entry) for image in images for entry in self._entries(image)]
-        network = self._networks[variant.engines]
-        if (halves := self._entries_in_halves(variant, images, len(entries))) is not None:
-            assert variant.paired is not None
-            self._run(variant.paired, halves)
-            return
-        largest = max(network.replays)
-        for begin in range(0, len(entries), largest):
-            of_call = entries[begin : begin + largest]
-            self._add_before(variant, of_call)
-            self._run(variant.engines, [entry for _, entry in of_call])
-
-    def _entries(self, image: ImageState) -> list[_Entry]:
-        latent_slot = self._latent_slot[image]
-        return [_Entry(cond_slot, latent_slot, cond_slot) for cond_slot in self._active_cond_slots(image)]
-
-    def _entries_in_halves(
-        self, variant: DenoiserVariant, images: Sequence[ImageState], count: int
-    ) -> list[_Entry] | None:
-        """Return the entries of a call of the paired engines, or None if they do not serve these images.
-
-        The first half of the batch is conditional, the second unconditional. Each image has the same position in both.
-        """
-        if variant.paired is None or not all(
-            image.guided and image.uncond is not None and image.uncond.is_zero for image in images
-        ):
-            return None
-        batch = next((batch for batch in self._networks[variant.engines].replays if batch >= count), 0)
-        if batch not in self._networks[variant.paired].replays:
-            return None
-        uncond, cond = zip(*(self._entries(image) for image in images), strict=True)
-        padding = [self._padding(cond[-1])] * (batch // 2 - len(cond))
-        return [*cond, *padding, *uncond]
-
-    def _padding(self, entry: _Entry) -> _Entry:
-        """Return an entry with the same inputs, whose output nobody reads."""
-        return entry._replace(row=-1)
-
-    def _add_before(self, variant: DenoiserVariant, entries: Sequence[tuple[ImageState, _Entry]]) -> None:
-        """Set the sums of a call's entries to the outputs of the networks that their images use."""
-        networks = [network for network in self._denoiser.before if network.feature in variant.features]
-        used = {
-            network: [number for number, (image, _) in enumerate(entries) if network.name in image.used_networks]
-            for network in networks
-        }
-        if not networks or (self._sums_are_zero and not any(used.values())):
-            return
-        self._clear()
-        self._sums_are_zero = not any(used.values())
-        for network, users in used.items():
+    def _prepare(self, call: StepCall) -> _Call:
+        """Return a call with the slots of its entries."""
+        entries = [self._entry(image, half) for image, half in call.entries]
+        engines = call.variant.paired if call.paired else call.variant.engines
+        assert engines is not None
+        networks = [network for network in self._denoiser.before if network.feature in call.variant.features]
+        before = []
+        for network in networks:
+            users = [number for number, (image, _) in enumerate(call.entries) if network.name in image.now.networks]
             if users and self._ranks.size > 1:  # each rank has its own entries, so all of them run
                 rows = [number if number in users else -1 for number in range(len(entries))]
-                self._run(
-                    network.engines, [entry._replace(row=row) for row, (_, entry) in zip(rows, entries, strict=True)]
-                )
+                added = [entry._replace(row=row) for row, entry in zip(rows, entries, strict=True)]
+                before.append((network.engines, _pad(added, call.batch)))
             elif users:
-                self._run(network.engines, [entries[user][1]._replace(row=user) for user in users])
+                added = [entries[user]._replace(row=user) for user in users]
+                batch = next(batch for batch in self._networks[network.engines].replays if batch >= len(added))
+                before.append((network.engines, _pad(added, batch)))
+        return _Call(engines, _pad(entries, call.batch, 1 + call.paired), before, bool(networks))
 
-    def _run(self, engines: EngineSet, entries: Sequence[_Entry]) -> None:
-        """Queue a network for entries, padded to its smallest batch that holds them."""
+    def _entry(self, image: ImageState, half: int) -> _Entry:
+        cond_slot = self._active_cond_slots(image)[-1 if half else 0]
+        return _Entry(cond_slot, self._latent_slot[image], cond_slot)
+
+    def _run(self, engines: EngineSet, entries: list[_Entry]) -> None:
+        """Queue a network for as many entries as one of its batches has."""
         network = self._networks[engines]
-        batch = next(batch for batch in network.replays if batch >= len(entries))
-        padded = [*entries, *[self._padding(entries[-1])] * (batch - len(entries))]
-        if padded != self._mapped.get(engines):
-            self._mapped[engines] = padded
-            network.mapping[:, :batch].copy_(to_device(torch.tensor(list(zip(*padded, strict=True))), self._device))
+        if entries != self._mapped.get(engines):
+            self._mapped[engines] = entries
+            mapping = to_device(torch.tensor(list(zip(*entries, strict=True))), self._device)
+            network.mapping[:, : len(entries)].copy_(mapping)
         for name in network.by_entry:
             held, (_, one) = self._held.setdefault(name, {}), self._inputs[name]
             # For SDXL a copy takes 15 us. A gather takes 48 us for one entry and 388 us for eight.
             for number, entry in enumerate(entries):
                 slot = entry.latent_slot if one.scope == "image" else entry.cond_slot
-                if held.get(number) != slot:
+                if entry.row >= 0 and held.get(number) != slot:
                     self._by_entry[name][number].copy_(self._by_slot[name][slot])
                     held[number] = slot
-        network.replays[batch]()
+        network.replays[len(entries)]()
 
     def _upload_pairs(self) -> None:
         pairs = [[0] * len(self._latents) for _ in range(2)]  # free latent slots need a valid row
         for image in self.images:
-            slots, latent_slot = self._active_cond_slots(image), self._latent_slot[image]
-            pairs[0][latent_slot], pairs[1][latent_slot] = slots[0], slots[-1]
-        if pairs != self._paired:
-            self._paired = pairs
-            self._pairs.copy_(to_device(torch.tensor(pairs), self._device))
+            latent_slot, halves = self._latent_slot[image], range(2 - image.now.entries, 2)
+            pairs[0][latent_slot], pairs[1][latent_slot] = (self._entry(image, half).row for half in (halves[0], 1))
+        self._pairs.copy_(to_device(torch.tensor(pairs), self._device))
 
     def _stage_noise(self) -> None:
         """Draw on the host the noise that the next step's samplers add, and upload it."""
@@ -409,3 +403,13 @@ class GraphLoop:
         advance(self._latents, self._denoised, guide(uncond, cond, scale, rescale), self._noise, update)
         keep_known(self._latents, self._known, (known, known_noise), out=self._latents)
         self._steps_done.add_(1).clamp_(max=MAX_STEPS - 1)
+
+
+def _pad(entries: list[_Entry], batch: int, parts: int = 1) -> list[_Entry]:
+    """Pad each of the equal parts of a batch with the inputs of its last entry. Their outputs are not read."""
+    size = len(entries) // parts
+    padded: list[_Entry] = []
+    for begin in range(0, len(entries), size):
+        part = entries[begin : begin + size]
+        padded += [*part, *[part[-1]._replace(row=-1)] * (batch // parts - size)]
+    return padded

@@ -4,14 +4,15 @@ Each image's result is independent of the other images in the batch. Loops do no
 HTTP: `model.pipeline` makes the image states and chooses the implementation.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from model.cuda.streams import Outputs
-from model.denoising.step_plan import StepPlan
+from model.denoising.cover import Cover, Kind, StepCosts
+from model.denoising.step_plan import StepNeeds, StepPlan
 from model.images.pending import PendingImage
 
 LOCAL = {"local": True}
@@ -23,12 +24,10 @@ _NO_LATENTS = torch.empty(0)
 class Conditioning:
     """Inputs of a step's networks by name, in their dtypes.
 
-    An input is [1, ...] for all steps, or [steps, ...] if it differs by step. A missing input is zeros. `is_zero`: the
-    inputs are zeros because there is no text, not even an empty one.
+    An input is [1, ...] for all steps, or [steps, ...] if it differs by step. A missing input is zeros.
     """
 
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)
-    is_zero: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,29 +93,9 @@ class ImageState:
             self.inputs = None
 
     @property
-    def guided(self) -> bool:
-        """True if the next step is guided and so takes two batch entries of the UNet."""
-        return self.unet_batch == 2
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """The features that the next step needs, see `model.engines.features`."""
-        return self.plan.needs[self.step]
-
-    @property
-    def used_networks(self) -> tuple[str, ...]:
-        """The networks before the denoiser that the next step uses."""
-        return tuple(name for name, used in self.plan.uses.items() if used[self.step])
-
-    @property
-    def is_exact(self) -> bool:
-        """True if the next step runs on a denoiser that is not quantized."""
-        return bool(self.plan.exact[self.step])
-
-    @property
-    def unet_batch(self) -> int:
-        """Batch entries of the UNet that the next step takes; never more than the step before."""
-        return int(self.plan.entries[self.step])
+    def now(self) -> StepNeeds:
+        """What the next step needs."""
+        return self.plan.by_step[self.step]
 
 
 class Loop(Protocol):
@@ -126,11 +105,13 @@ class Loop(Protocol):
     """
 
     capacity: int
-    """The largest UNet batch of its images; may be lowered while the loop is empty."""
-    efficient_batch: int
-    """The largest UNet batch that still improves throughput (`model.scheduling.admission`), once it is measured."""
+    """The most slots of its images, see `StepNeeds`; may be lowered while the loop is empty."""
     images: list[ImageState]
     """The active images, in order of joining."""
+
+    @property
+    def costs(self) -> StepCosts:
+        """What the calls of a step cost. They may be replaced while the loop is empty."""
 
     def add(self, image: ImageState) -> None:
         """Add an image with at least one step left, for which the loop has room (`has_room`).
@@ -142,11 +123,18 @@ class Loop(Protocol):
     def remove(self, image: ImageState) -> None:
         """Drop an image before the next step. Other images are unaffected."""
 
-    def step(self) -> list[ImageState]:
+    def kind(self, needs: StepNeeds) -> Kind:
+        """Return what a step needs of a call here. Raises EngineError if no engine has its features."""
+
+    def cover(self) -> Cover:
+        """Return the cheapest calls for the next step."""
+
+    def step(self, cover: Cover | None = None) -> list[ImageState]:
         """Run one step of all active images, each at its own `image.step`, which is then incremented.
 
-        Returns the finished images, removed from the loop, with the result in `image.latents`. May return before the
-        device has finished: the work is queued on the current stream.
+        cover: the calls of the step; None: those of `self.cover()`. Returns the finished images, removed from the loop,
+        with the result in `image.latents`. May return before the device has finished: the work is queued on the current
+        stream.
         """
 
     def latents(self, image: ImageState) -> torch.Tensor:
@@ -156,14 +144,14 @@ class Loop(Protocol):
         """
 
 
-def unet_batch(images: Sequence[ImageState]) -> int:
-    """Return the UNet batch of the next step of these images."""
-    return sum(image.unet_batch for image in images)
+def slots(images: Iterable[ImageState]) -> int:
+    """Return the slots that these images take in a loop."""
+    return sum(image.now.slots for image in images)
 
 
 def has_room(loop: Loop, needed: int) -> bool:
-    """True if an image that takes `needed` batch entries may join.
+    """True if an image that takes so many slots may join.
 
     An empty loop takes any image: one that needs more than the largest batch runs each step in several calls.
     """
-    return not loop.images or unet_batch(loop.images) + needed <= loop.capacity
+    return not loop.images or slots(loop.images) + needed <= loop.capacity

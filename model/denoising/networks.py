@@ -1,12 +1,16 @@
 """The networks of a step: the variants of a denoiser, and the networks whose outputs are added to its inputs."""
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from model.denoising.buffers import NetworkShape
+from model.denoising.cover import Counts, Cover, Kind, Option, count_entries
 from model.denoising.loop import ImageState
 from model.denoising.ranks import ALONE, Ranks
-from model.engines.engine import EngineSet
+from model.denoising.step_plan import StepNeeds
+from model.engines.engine import Engine, EngineSet
 from model.engines.features import Input, denoiser_inputs
 from model.errors import EngineError
 
@@ -45,6 +49,19 @@ class DenoiserVariant:
     exact: bool = True
 
 
+class StepCall(NamedTuple):
+    """A call of engines in a step.
+
+    entries: an image and which half of its guidance it is: 0 for the unconditional one, else 1. Those of paired engines
+    are all of half 1, then those of the same images of half 0.
+    """
+
+    variant: DenoiserVariant
+    paired: bool
+    batch: int
+    entries: list[tuple[ImageState, int]]
+
+
 @dataclass(frozen=True, eq=False)
 class Denoiser:
     """The networks of each step of a UNet at one size.
@@ -67,37 +84,60 @@ class Denoiser:
         """True if a variant has all of these features."""
         return any(needs <= variant.features for variant in self.variants)
 
-    def calls(self, images: Sequence[ImageState]) -> list[tuple[DenoiserVariant, list[ImageState]]]:
-        """Divide the images of a step into calls. Raises EngineError if no variant has an image's features.
+    def options(self, height: int, width: int, paired: bool = True) -> dict[Option, Engine]:
+        """Return the calls that can be made at a size in pixels, with their engines. paired: also of paired ones."""
+        return {
+            Option(number, variant.features, variant.exact, engines is variant.paired, self.ranks.size * batch): engine
+            for number, variant in enumerate(self.variants)
+            for engines in (variant.engines, variant.paired if paired else None)
+            if engines is not None
+            for engine in reversed(engines.serving(height, width))
+            for batch in range(engine.bucket.batch.min, engine.bucket.batch.max + 1)
+        }
 
-        An image has the precision that it has alone, so images of different precision share no call. Images of one
-        precision share a call if a variant has the features of all of them.
+    def engines_of(self, option: Option) -> EngineSet:
+        """Return the engines that make a call."""
+        variant = self.variants[option.variant]
+        return variant.paired if option.paired and variant.paired is not None else variant.engines
+
+    def kind(self, needs: StepNeeds) -> Kind:
+        """Return what a step needs of a call. Raises EngineError if no variant has its features.
+
+        An image has the precision that it has alone.
         """
-        by_precision: dict[bool, list[ImageState]] = {}
-        for image in images:
-            by_precision.setdefault(self._covering(image).exact, []).append(image)
-        calls = []
-        for exact, waiting in by_precision.items():
-            while waiting:
-                needs = [image.needs for image in waiting]
-                variant = self._smallest(frozenset().union(*needs), exact)
-                variant = variant or self._smallest(max(needs, key=len), exact)
-                assert variant is not None
-                calls.append((variant, [image for image in waiting if image.needs <= variant.features]))
-                waiting = [image for image in waiting if not image.needs <= variant.features]
-        return calls
-
-    def _covering(self, image: ImageState) -> DenoiserVariant:
         for variant in self.variants:
-            if image.needs <= variant.features and (variant.exact or not image.is_exact):
-                return variant
-        component, features = self.plain.engines.component, ", ".join(sorted(image.needs))
+            if needs.features <= variant.features and (variant.exact or not needs.exact):
+                return Kind(needs.features, variant.exact, needs.zero_negative)
+        component, features = self.plain.engines.component, ", ".join(sorted(needs.features))
         raise EngineError(f"No {component} engine takes {features}.", "")
 
-    def _smallest(self, needs: frozenset[str], exact: bool) -> DenoiserVariant | None:
-        """Return the variant of this precision with the fewest features among which `needs` are."""
-        found = (one for one in self.variants if needs <= one.features and one.exact == exact)
-        return min(found, key=lambda one: len(one.features), default=None)
+    def counts(self, images: Sequence[ImageState]) -> Counts:
+        """Return the entries of the next step of images, by kind."""
+        return count_entries((self.kind(image.now), image.now.entries) for image in images)
+
+    def calls(self, cover: Cover, images: Sequence[ImageState]) -> list[StepCall]:
+        """Return the calls of a step with their entries, in the order of the images."""
+        order = {image: number for number, image in enumerate(images)}
+        whole: dict[Kind, deque[ImageState]] = {}
+        for image in images:
+            whole.setdefault(self.kind(image.now), deque()).append(image)
+        single: dict[Kind, deque[tuple[ImageState, int]]] = {}
+        calls = []
+        for call in cover:
+            taken: list[tuple[ImageState, int]] = []
+            for kind, count in call.entries:
+                if call.paired:
+                    taken += [(whole[kind].popleft(), 1) for _ in range(count // 2)]
+                    continue
+                if kind not in single:
+                    halves = [(image, half) for image in whole[kind] for half in range(2 - image.now.entries, 2)]
+                    single[kind] = deque(halves)
+                taken += [single[kind].popleft() for _ in range(count)]
+            taken.sort(key=lambda entry: (order[entry[0]], entry[1]))
+            if call.paired:
+                taken += [(image, 0) for image, _ in taken]
+            calls.append(StepCall(self.variants[call.variant], call.paired, call.batch, taken))
+        return calls
 
     def shapes(self, height: int, width: int) -> list[tuple[EngineSet, NetworkShape]]:
         """Return all networks of a step at a size in pixels: the plain variant first, then others, then `before`."""

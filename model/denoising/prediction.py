@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from model.denoising.buffers import SAMPLE, entry_shape
+from model.denoising.cover import Cover
 from model.denoising.inputs import gather_inputs, repeat_tokens
 from model.denoising.loop import Conditioning, ImageState
 from model.denoising.networks import Denoiser, DenoiserVariant
@@ -20,24 +21,38 @@ _Texts = Sequence[tuple[Conditioning, ImageState]]
 
 
 def predict_noise(
-    denoiser: Denoiser, images: Sequence[ImageState], model_input: torch.Tensor, height: int, width: int
+    denoiser: Denoiser, cover: Cover, images: Sequence[ImageState], model_input: torch.Tensor, height: int, width: int
 ) -> torch.Tensor:
     """Return the guided prediction for the next step of each image, float32 [images, channels, height/8, width/8].
 
-    The batch of a call has the unconditional halves first. Each rank runs its share of it. model_input: the UNet's
-    input of each image, with its extra channels if the UNet has more than latents. height, width: in pixels. Raises
-    EngineError.
+    The batch of a call has the unconditional halves first. Each rank runs its share of it. cover: the calls.
+    model_input: the UNet's input of each image, with its extra channels if the UNet has more than latents. height,
+    width: in pixels. Raises EngineError.
     """
-    size, device = _Size(height, width), model_input.device
-    calls = denoiser.calls(images)
-    if len(calls) == 1:
-        return size.predict(denoiser, calls[0][0], images, model_input)
-    predicted: dict[ImageState, torch.Tensor] = {}
-    for variant, members in calls:
-        indices = torch.tensor([images.index(image) for image in members], device=device)
-        eps = size.predict(denoiser, variant, members, model_input[indices])
-        predicted |= zip(members, torch.split(eps, 1), strict=True)
-    return torch.cat([predicted[image] for image in images])
+    number, count = {image: index for index, image in enumerate(images)}, len(images)
+    size = _Size(height, width)
+    rows: list[int] = []  # of the unconditional halves of all images, and then of the conditional ones
+    parts: list[torch.Tensor] = []
+    for call in denoiser.calls(cover, images):
+        entries = sorted((half, number[image]) for image, half in call.entries)
+        rows += [half * count + index for half, index in entries]
+        parts.append(
+            size.predict(
+                denoiser, call.variant, [(half, images[i]) for half, i in entries], model_input[[i for _, i in entries]]
+            )
+        )
+    order = [rows.index(row) for row in sorted(rows)]
+    eps = torch.cat(parts)[order] if len(parts) > 1 else parts[0][order]
+    guided = [index for index, image in enumerate(images) if image.now.guided]
+    uncond, cond = eps[: len(guided)], eps[len(guided) :]
+    if not guided:
+        return cond
+    index_of_guided = torch.tensor(guided, device=eps.device)
+    plans = [(images[index].plan, images[index].step) for index in guided]
+    pairs = [(float(plan.guidance[step]), plan.guidance_rescale) for plan, step in plans]
+    scale, rescale = torch.tensor(pairs, device=eps.device).T.reshape(2, -1, 1, 1, 1)
+    cond[index_of_guided] = guide(uncond, cond[index_of_guided], scale, rescale)
+    return cond
 
 
 @dataclass(frozen=True)
@@ -48,28 +63,24 @@ class _Size:
     width: int
 
     def predict(
-        self, denoiser: Denoiser, variant: DenoiserVariant, images: Sequence[ImageState], model_input: torch.Tensor
+        self,
+        denoiser: Denoiser,
+        variant: DenoiserVariant,
+        entries: Sequence[tuple[int, ImageState]],
+        model_input: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the guided prediction of the images of one call."""
-        guided = [index for index, image in enumerate(images) if image.guided]
-        halves = [(images[index].uncond, index) for index in guided]
-        halves += [(image.cond, index) for index, image in enumerate(images)]
-        own = [halves[entry] for entry in denoiser.ranks.share(len(halves))]
-        texts = [(text, images[index]) for text, index in own if text is not None]
-        sample = model_input[torch.tensor([index for _, index in own], device=model_input.device)]
+        """Return the predictions of a call, float32 [entries, channels, height/8, width/8].
+
+        entries: half 0 (unconditional) or 1 of an image. model_input: of each entry.
+        """
+        own = denoiser.ranks.share(len(entries))
+        halves = [(image.cond if half else image.uncond, image) for half, image in (entries[entry] for entry in own)]
+        texts = [(text, image) for text, image in halves if text is not None]
+        sample = model_input[own]
         sums = self._sums(denoiser, variant, texts, sample)
         inputs = partial(self._stack, denoiser_inputs(), texts, sample, sums)
         outputs = variant.engines.run(gather_inputs(variant.engines.signature, inputs), self.height, self.width)
-        eps = denoiser.ranks.gather(outputs["noise"])[: len(halves)].float()
-        uncond, cond = eps[: len(guided)], eps[len(guided) :]
-        if guided:
-            cond = cond.clone()
-            index_of_guided = torch.tensor(guided, device=eps.device)
-            plans = [(images[i].plan, images[i].step) for i in guided]
-            pairs = [(float(plan.guidance[step]), plan.guidance_rescale) for plan, step in plans]
-            scale, rescale = torch.tensor(pairs, device=eps.device).T.reshape(2, -1, 1, 1, 1)
-            cond[index_of_guided] = guide(uncond, cond[index_of_guided], scale, rescale)
-        return cond
+        return denoiser.ranks.gather(outputs["noise"])[: len(entries)].float()
 
     def _sums(
         self, denoiser: Denoiser, variant: DenoiserVariant, texts: _Texts, sample: torch.Tensor
@@ -77,7 +88,7 @@ class _Size:
         """Return the sums of the outputs of the networks before the denoiser, by name. Each runs for its users."""
         sums: dict[str, torch.Tensor] = {}
         for network in denoiser.before:
-            users = [entry for entry, (_, image) in enumerate(texts) if network.name in image.used_networks]
+            users = [entry for entry, (_, image) in enumerate(texts) if network.name in image.now.networks]
             if not users or network.feature not in variant.features:
                 continue
             inputs = partial(self._stack, network.inputs, [texts[user] for user in users], sample[users], {})

@@ -174,6 +174,12 @@ def load_release(
         fp16_steps=selection.fp16_steps or Fp16Steps(),
         adapters=library,
         blanks_flagged=deployment.safety == "blank",
+        benchmarks={
+            (one.component, one.precision.is_quantized, one.bucket): one.benchmark.median / 1000
+            for records in selection.engines.values()
+            for one in records
+            if one.benchmark is not None
+        },
     )
     weight_bytes = cache.bytes + selection.plan_weight_bytes()
     return Loaded(model, served, release, selection.target, unet.runtime, weight_bytes, plans, unet.precision)

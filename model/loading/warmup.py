@@ -24,7 +24,7 @@ from model.pipeline.prompt import encode_prompt
 from model.pipeline.request_plan import plan_request
 from model.pipeline.text_to_image import generate
 from model.scheduling.comparison import ImageComparison
-from model.scheduling.efficiency import measure_efficient_batches
+from model.scheduling.step_times import measure_step_times
 
 _STEPS = 2  # of the image; with a refiner, one of them is its own
 
@@ -75,12 +75,10 @@ def warm_up(
         raise
 
 
-def batch_measurement(loaded: Loaded, probe: DeviceProbe | None = None) -> Iterator[None]:
-    """Return the work of `model.scheduling.efficiency.measure_efficient_batches` for the sizes that were warmed up."""
-    served = loaded.served
-    images = [_warm_up_params(served, width, height) for width, height in _sizes(served)]
-    images = [replace(params, use_refiner=False) for params in images]
-    return measure_efficient_batches(loaded.model, images, not isinstance(served.sizes, SizeList), probe)
+def step_measurement(loaded: Loaded, probe: DeviceProbe | None = None) -> Iterator[None]:
+    """Return the work of `model.scheduling.step_times.measure_step_times` for the sizes that were warmed up."""
+    requests = [_warm_up_params(loaded.served, width, height) for width, height in _sizes(loaded.served)]
+    return measure_step_times(loaded.model, requests, probe)
 
 
 def _sizes(served: ServedModel) -> tuple[tuple[int, int], ...]:

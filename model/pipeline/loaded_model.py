@@ -1,6 +1,6 @@
 """A release in memory, as the pipeline uses it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 from model.adapters.layers import AdapterSet
 from model.adapters.library import AdapterLibrary
 from model.cuda.streams import SideStream
+from model.denoising.cover import Option, scaled
 from model.denoising.eager_loop import EagerLoop
 from model.denoising.edm_schedule import AnyNoiseSchedule
 from model.denoising.graph_loop import GraphLoop
@@ -22,7 +23,7 @@ from model.pipeline.components import COMPONENTS
 from model.pipeline.denoisers import StepEngines, find_denoiser
 from model.pipeline.spec import Components, Family, controlnets_of
 from model.prompts.tokenizer import ClipTokenizer
-from model.store.manifest import Fp16Steps, ModelFacts
+from model.store.manifest import Bucket, Fp16Steps, ModelFacts
 
 LoopKey = tuple[str, int, int]
 """The UNet of a loop, by name, and its height and width in pixels."""
@@ -52,8 +53,10 @@ class LoadedModel:
     """True: images that the safety checker flags are replaced by black ones."""
     adapters: AdapterLibrary | None = None
     """The adapters that requests may name; None: requests may name no adapters."""
-    efficient_pixels: int | None = None
-    """Pixels per step from which `efficient_batch` is derived for sizes that were not measured. None: not measured."""
+    benchmarks: Mapping[tuple[str, bool, Bucket], float] = field(default_factory=dict)
+    """The release's benchmarks in seconds, by the engine's component, whether it is quantized, and its bucket."""
+    step_times: dict[str, dict[tuple[int, bool], dict[int, float]]] = field(default_factory=dict)
+    """By UNet, and by variant and whether it is paired: batch entries times pixels of a call -> measured seconds."""
     ranks: Ranks = ALONE
     """The ranks that divide the batches of the loops."""
     lead: "Callable[[Callable[[], Loop], LoopKey], Loop] | None" = None
@@ -125,8 +128,19 @@ class LoadedModel:
         if key not in self.loops:
             make = partial(make_loop, self, unet, height, width)
             loop = self.loops[key] = make() if self.lead is None else self.lead(make, key)
-            self._limit_batch(loop, height, width)
+            known = scaled(self.step_times.get(unet, {}), loop.costs.options, height * width)
+            loop.costs.replace(known or self._benchmarks_of(key))
         return self.loops[key]
+
+    def _benchmarks_of(self, key: LoopKey) -> dict[Option, float]:
+        """Return the seconds of the calls of a loop whose engines the release has benchmarks of."""
+        engines = self.denoiser(*key).options(*key[1:])
+        keys = {
+            option: (one.component, not option.exact, one.bucket)
+            for option, one in engines.items()
+            if one.bucket.batch.min == one.bucket.batch.max
+        }
+        return {option: self.benchmarks[one] for option, one in keys.items() if one in self.benchmarks}
 
     def has_extra_channels(self, unet: str) -> bool:
         """True if a UNet takes more channels than latents have: it was trained for inpainting."""
@@ -138,20 +152,22 @@ class LoadedModel:
         tokens = int(self.engines[self.family.base.text].signature.inputs[0].shape[1])
         return min(text_chunks(engines.signature, tokens) for engines in self.engines.values())
 
-    def set_efficient_pixels(self, pixels: int) -> None:
-        """Derive `efficient_batch` of all sizes, also of loops that are made later, from the pixels of a step."""
-        self.efficient_pixels = pixels
-        for (_, height, width), loop in self.loops.items():
-            self._limit_batch(loop, height, width)
-
-    def _limit_batch(self, loop: Loop, height: int, width: int) -> None:
-        if self.efficient_pixels is not None:
-            loop.efficient_batch = min(loop.capacity, max(1, self.efficient_pixels // (height * width)))
+    def set_step_times(self, key: LoopKey, times: Mapping[Option, float], for_all_sizes: bool) -> None:
+        """Replace the costs of a loop by measured seconds. for_all_sizes: and those of all loops of its UNet."""
+        unet, height, width = key
+        points: dict[tuple[int, bool], dict[int, float]] = {}
+        for option, seconds in times.items():
+            points.setdefault((option.variant, option.paired), {})[option.batch * height * width] = seconds
+        if for_all_sizes:
+            self.step_times[unet] = points
+        for other, loop in self.loops.items():
+            if other == key or (for_all_sizes and other[0] == unet):
+                loop.costs.replace(scaled(points, loop.costs.options, other[1] * other[2]))
 
     def denoiser(self, unet: str, height: int, width: int) -> Denoiser:
         """Return what runs in each step of a UNet at a size in pixels. Raises EngineError if nothing does."""
         exact = self.fp16_engines if self.fp16_steps.exist else {}
-        engines = StepEngines(self.engines, exact, self.quantized)
+        engines = StepEngines(self.engines, exact, self.quantized | self.fp16_engines.keys())
         return find_denoiser(engines, unet, height, width, self.ranks, self.components)
 
     @property

@@ -4,7 +4,6 @@ Everything that depends on text, sizes and timesteps is computed here, once per 
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -39,15 +38,15 @@ def encode_prompt(
     plan = request.denoise[denoiser.unet]
     with model.text_stream.run_after():
         hidden, pooled, chunks = _encode_texts(
-            model, request, denoiser, texts=1 + (plan.guided and not plan.zero_negative)
+            model, request, denoiser, texts=1 + (plan.guided and not plan.step_plan.zero_negative)
         )
-        if plan.guided and plan.zero_negative:
+        if plan.guided and plan.step_plan.zero_negative:
             hidden, chunks = torch.cat([hidden, torch.zeros_like(hidden[:1])]), [*chunks, 1]
             pooled = None if pooled is None else torch.cat([pooled, torch.zeros_like(pooled)])
         cond, *uncond = _conditionings(model, denoiser, plan, hidden, pooled, chunks, factors)
     conditionings = [cond, *uncond]
     model.text_stream.release_to_current(tensor for text in conditionings for tensor in text.inputs.values())
-    return cond, replace(uncond[0], is_zero=plan.zero_negative) if uncond else None
+    return cond, uncond[0] if uncond else None
 
 
 def _encode_texts(

@@ -12,7 +12,7 @@ from model.denoising.loop import Conditioning, ImageState
 from model.denoising.noise_schedule import Floats
 from model.denoising.sampler_specs import skipped_steps
 from model.denoising.samplers import SamplerSchedule, sampler_schedule, skip_steps, split_schedule
-from model.denoising.step_plan import StepPlan, needs_by_step
+from model.denoising.step_plan import StepNeeds, StepPlan, needs_by_step
 from model.engines.features import CONTROL, IMAGE_PROMPT, LORA
 from model.engines.signatures import timestep_cond_width
 from model.pipeline.guidance import scale_by_step
@@ -47,7 +47,6 @@ class DenoisePlan:
 
     loop: the loop that runs the steps.
     scales: float64 [steps], the requested guidance scale, 1 after guidance has ended.
-    zero_negative: True if the unconditional half has zeros in place of an encoded text.
     time_ids: see `Family`.
     controls: the ControlNets in use, by name.
     image_prompts: the IP-Adapters in use.
@@ -57,7 +56,6 @@ class DenoisePlan:
     loop: LoopKey
     step_plan: StepPlan
     scales: Floats
-    zero_negative: bool
     time_ids: TimeIds
     controls: Mapping[str, ControlPlan] = field(default_factory=dict)
     image_prompts: tuple[ImagePrompt, ...] = ()
@@ -137,9 +135,9 @@ class RequestPlan:
         return self.passes[0].first
 
     @property
-    def unet_batch(self) -> int:
-        """Batch entries of that loop's UNet that the first step of each image takes."""
-        return int(self.first.step_plan.entries[0])
+    def first_needs(self) -> StepNeeds:
+        """What the first step of each image needs in that loop."""
+        return self.first.step_plan.by_step[0]
 
     @property
     def steps(self) -> int:
@@ -289,6 +287,7 @@ def _denoise_plan(
         guidance,
         params.guidance_rescale,
         entries=np.where(guided, 2, 1).astype(np.int8),
+        zero_negative=params.negative_prompt is None and settings.force_zeros_for_empty_prompt,
         requested_step=requested_step,
         needs=needs_by_step(always, uses, schedule.steps),
         uses=uses,
@@ -298,7 +297,6 @@ def _denoise_plan(
         (denoiser.unet, *size),
         step_plan,
         scales,
-        zero_negative=params.negative_prompt is None and settings.force_zeros_for_empty_prompt,
         time_ids=model.family.time_ids(params.original_size or size, params.crop, params.target_size or size, settings),
         controls=controls,
         image_prompts=image_prompts,

@@ -81,7 +81,7 @@ def denoise(loop: Loop, images: Sequence[ImageState]) -> None:
     waiting = list(images)
     try:
         while waiting or loop.images:
-            while waiting and has_room(loop, waiting[0].unet_batch):
+            while waiting and has_room(loop, waiting[0].now.slots):
                 loop.add(waiting.pop(0))
             loop.step()
     finally:

@@ -80,7 +80,7 @@ def _follow(model: LoadedModel, ranks: GroupRanks, connection: Connection) -> No
             elif isinstance(message, Leave):
                 return
             else:
-                finished = model.loop(*message.key).step()
+                finished = model.loop(*message.key).step(message.cover)
                 images = {name: image for name, image in images.items() if image not in finished}
 
 

@@ -20,7 +20,9 @@ from pathlib import Path
 import torch
 
 from model.child_process import exit_now, start_connected_child, visible_gpu
+from model.denoising.cover import Cover, Kind, StepCosts
 from model.denoising.loop import ImageState, Loop
+from model.denoising.step_plan import StepNeeds
 from model.errors import ConfigError, RankFailed, Unavailable
 from model.pipeline.loaded_model import LoadedModel, LoopKey
 from model.ranks.group import GroupRanks, leave
@@ -222,12 +224,14 @@ class LeadLoop:
         self._loop.capacity = capacity
 
     @property
-    def efficient_batch(self) -> int:
-        return self._loop.efficient_batch
+    def costs(self) -> StepCosts:
+        return self._loop.costs
 
-    @efficient_batch.setter
-    def efficient_batch(self, batch: int) -> None:
-        self._loop.efficient_batch = batch
+    def kind(self, needs: StepNeeds) -> Kind:
+        return self._loop.kind(needs)
+
+    def cover(self) -> Cover:
+        return self._loop.cover()
 
     def add(self, image: ImageState) -> None:
         image.wait_for_inputs()
@@ -247,10 +251,12 @@ class LeadLoop:
         self._loop.remove(image)
         self._send_removal(image)
 
-    def step(self) -> list[ImageState]:
-        self._followers.send(Step(self._key))
+    def step(self, cover: Cover | None = None) -> list[ImageState]:
+        """Run a step. All ranks make the same calls, also where their own costs differ."""
+        cover = self.cover() if cover is None else cover
+        self._followers.send(Step(self._key, cover))
         with self._followers.guard():
-            finished = self._loop.step()
+            finished = self._loop.step(cover)
         for image in finished:
             del self._number_of[image]
         return finished

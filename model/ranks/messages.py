@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from model.denoising.cover import Cover
 from model.denoising.loop import ImageState
 from model.pipeline.loaded_model import LoopKey
 from model.settings import Settings
@@ -72,9 +73,10 @@ class RemoveImage:
 
 @dataclass(frozen=True)
 class Step:
-    """Run one step of a loop."""
+    """Run one step of a loop with these calls."""
 
     key: LoopKey
+    cover: Cover
 
 
 @dataclass(frozen=True)

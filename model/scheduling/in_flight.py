@@ -69,7 +69,7 @@ class InFlight:
         """
         for key, waiting in self._waiting.items():
             loop = self._model.loop(*key)
-            while waiting and has_room(loop, waiting[0][1].unet_batch):
+            while waiting and has_room(loop, waiting[0][1].now.slots):
                 if self.in_loops and not waiting[0][1].inputs_ready:
                     break
                 yield key, *waiting.popleft()

@@ -9,6 +9,7 @@ Each image's result is independent of the other images. This module decides; `mo
 Other threads may call the methods that `Scheduler` lists. The rest runs on the scheduler's thread.
 """
 
+import itertools
 import logging
 import math
 import os
@@ -24,7 +25,8 @@ from typing import Any
 import torch
 
 from model import metrics
-from model.denoising.loop import ImageState, has_room, unet_batch
+from model.denoising.cover import count_entries
+from model.denoising.loop import ImageState, slots
 from model.errors import AdapterError, BrokenImage, PreheatError, Unavailable
 from model.images.encode import Pixels
 from model.pipeline.loaded_model import LoopKey
@@ -32,7 +34,7 @@ from model.pipeline.params import GenerationParams
 from model.pipeline.preview import Preview, PreviewMap
 from model.pipeline.runner import Runner
 from model.scheduling.adapter_turns import AdapterTurns
-from model.scheduling.admission import may_join, shortens_mean_latency
+from model.scheduling.admission import Step, may_join, shortens_mean_latency
 from model.scheduling.comparison import ImageComparison
 from model.scheduling.in_flight import InFlight
 from model.scheduling.interface import check_queue
@@ -376,31 +378,39 @@ class Scheduler:
     def _may_join(self, job: Job, key: LoopKey) -> bool:
         """True if the first loop of this job can admit one more image of it.
 
-        Admission is limited by `efficient_batch`, with two exceptions. Further images of an admitted job may join,
-        because it is answered when all are done. So may images of short jobs. Images that have moved to a further loop,
-        or that wait to join this one, count as running.
+        Admission is limited to what shortens the seconds per entry, with two exceptions. Further images of an admitted
+        job may join, because it is answered when all are done. So may images of short jobs. Images that have moved to a
+        further loop, or that wait to join this one, count as running.
         """
-        loop, needed = self.model.loop(*key), job.plan.unet_batch
+        loop, needed = self.model.loop(*key), job.plan.first_needs.slots
         running, joining = self._in_flight.started_with(key)
         running |= joining
-        batch = unet_batch(list(running))
+        taken = slots([*loop.images, *joining])
+        if taken + needed > loop.capacity and (joining or loop.images):
+            return False
+        if job.joined_count or not loop.costs.is_known:
+            return True
+        batch = slots(running)
+        steps_left = min((owner.plan.steps_left(image) for image, owner in running.items()), default=0)
+        if shortens_mean_latency(job.plan.steps, needed * job.num_images, len(running), batch, steps_left):
+            return True
         same_size = [
             other
             for other in self._waiting
             if other.plan.first.loop[1:] == key[1:] and other.plan.adapters.merged == job.plan.adapters.merged
         ]
-        waiting = sum(other.plan.unet_batch * len(other.waiting_images) for other in same_size)
-        steps_left = min((owner.plan.steps_left(image) for image, owner in running.items()), default=0)
-        job_batch = needed * job.num_images
-        admitted = (
-            job.joined_count > 0
-            or may_join(batch, waiting, needed, loop.efficient_batch, loop.capacity)
-            or shortens_mean_latency(job.plan.steps, job_batch, len(running), batch, steps_left)
-        )
-        if joining:
-            taken = unet_batch([*loop.images, *joining])
-            return admitted and taken + needed <= loop.capacity
-        return admitted and has_room(loop, needed)
+        same_size.sort(key=lambda other: other is not job)
+        waiting = [other.plan.first_needs for other in same_size for _ in other.waiting_images]
+        room = list(itertools.accumulate((one.slots for one in waiting), initial=batch))
+        count = sum(one <= loop.capacity for one in room) - 1
+        of_running = [image.now if image in loop.images else owner.plan.first_needs for image, owner in running.items()]
+
+        def step(more: int) -> Step:
+            needs = [*of_running, *waiting[:more]]
+            counts = count_entries((loop.kind(one), one.entries) for one in needs)
+            return Step(sum(one.entries for one in needs), loop.costs.seconds(counts))
+
+        return may_join(step(0), map(step, range(1, count + 1)), room[-1] >= loop.capacity)
 
     def _leave_queue(self, images: int) -> None:
         with self._wakeup:

@@ -1,8 +1,8 @@
 """A discrete-event simulation of servers that batch in flight, and of the platform's autoscaler.
 
 A server with n images takes `step_time(n)` seconds a step, and every image advances with each step. Waiting requests
-join in the order of their arrival. They join while the batch stays efficient, if they are short, or if enough wait to
-fill the largest batch (see model/scheduling/admission.py). The platform averages the requests in flight over its
+join in the order of their arrival, if that shortens the seconds for each, if they are short, or if enough wait to fill
+the largest batch (see model/scheduling/admission.py). The platform averages the requests in flight over its
 window. It needs as many replicas as keep each below concurrency_target * target utilization. New replicas start at once
 and are ready after a cold start. Superfluous replicas are stopped after the scale-down delay. A request goes to the
 replica with the fewest requests.
@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.rows import percentile
-from model.scheduling.admission import efficient_images, may_join, shortens_mean_latency
+from model.scheduling.admission import Step, may_join, shortens_mean_latency
 from preheat.replicas.traffic import Traffic
 
 _AUTOSCALER_PERIOD_SECONDS = 5.0  # between two decisions
@@ -49,12 +49,6 @@ class Server:
             if low <= images <= high:
                 return low_seconds + (high_seconds - low_seconds) * (images - low) / (high - low)
         return points[0 if images < points[0][0] else -1][1]
-
-    @property
-    def efficient(self) -> int:
-        """The number of images beyond which a larger batch hardly improves throughput."""
-        counts = {2**power for power in range(self.capacity.bit_length())} | {self.capacity}
-        return efficient_images((count, self.step_time(count)) for count in sorted(counts))
 
     @property
     def images_per_second(self) -> float:
@@ -103,7 +97,6 @@ class _Replica:
         self._active: list[tuple[float, float]] = []  # step count when finished, arrival
         self._server, self._result = server, result
         self._step_time = [server.step_time(images) for images in range(server.capacity + 1)]
-        self._efficient = server.efficient
         self._now, self._steps = now, 0.0
 
     @property
@@ -132,8 +125,10 @@ class _Replica:
         while self.queue and len(self._active) < self._server.capacity:
             running = len(self._active)
             left = self._active[0][0] - self._steps if self._active else 0.0
+            room = self._server.capacity - running
+            now, *later = map(Step, range(running, self._server.capacity + 1), self._step_time[running:])
             if not (
-                may_join(running, len(self.queue), 1, self._efficient, self._server.capacity)
+                may_join(now, later[: len(self.queue)], len(self.queue) >= room)
                 or shortens_mean_latency(self.queue[0][1], 1, running, running, left)
             ):
                 break

@@ -79,4 +79,3 @@ def test_measures_every_case(loaded: Loaded) -> None:
     assert rows[3].runs == rows[4].runs > 0
     assert rows[2].extra["mix"] == rows[3].extra["mix"] == rows[4].extra["mix"] == [1, 3]
     assert rows[3].extra["arrivals_per_second"] == pytest.approx(0.7 * rows[2].value, rel=0.01)
-    assert rows[1].extra["efficient"] == rows[3].extra["efficient"] == min(2, loop.efficient_batch // 2)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from model.cuda.graphs import StepQueue
 from model.denoising.eager_loop import EagerLoop
 from model.denoising.graph_loop import GraphLoop
-from model.denoising.loop import ImageState, Loop, has_room, unet_batch
+from model.denoising.loop import ImageState, Loop, has_room, slots
 from model.denoising.networks import Denoiser, DenoiserVariant
 from model.denoising.sampler_specs import SAMPLERS
 from model.engines.engine import EngineSet
@@ -108,9 +108,9 @@ def run_mix(loop: Loop, images: Sequence[ImageState], first_steps: Sequence[int]
     waiting = sorted(zip(first_steps, range(len(images)), strict=True))
     step = 0
     while waiting or loop.images:
-        while waiting and waiting[0][0] <= step and has_room(loop, images[waiting[0][1]].unet_batch):
+        while waiting and waiting[0][0] <= step and has_room(loop, images[waiting[0][1]].now.slots):
             loop.add(images[waiting.pop(0)[1]])
-        assert unet_batch(loop.images) <= max(2, loop.capacity)
+        assert slots(loop.images) <= max(2, loop.capacity)
         if loop.images:
             loop.step()
         step += 1

@@ -81,9 +81,10 @@ class Gate:
         return list(dict.fromkeys(seed for seeds in self.seeds for seed in seeds))
 
     def limit_batch(self, capacity: int, efficient: int) -> None:
-        """Set the limits of all loops, in batch entries of the UNet."""
+        """Set the limits of all loops, in batch entries. Only beyond `efficient` do more entries take longer."""
         for loop in self._loops:
-            loop.capacity, loop.efficient_batch = capacity, efficient
+            loop.capacity = capacity
+            loop.costs.replace({option: max(1.0, option.batch / efficient) for option in loop.costs.options})
 
     def run(self, steps: int = 1) -> None:
         """Allow `steps` further steps, and wait until the last of them has begun."""

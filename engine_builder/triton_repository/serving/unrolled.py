@@ -27,6 +27,7 @@ from engine_builder.triton_repository.unrolled import (
     controls_of,
     hidden_name,
 )
+from model.denoising.cover import StepCosts
 from model.denoising.loop import Conditioning, ImageState, Known
 from model.denoising.prediction import predict_noise
 from model.denoising.samplers import KNOWN_COEFFICIENTS, sampler_schedule
@@ -101,6 +102,7 @@ class PredictNoise(PipelineModel):
                 "Use the loop (`preheat export-triton --loop`), or set PREHEAT_PRECISION=fp16.",
             )
         self._denoiser = self.model.denoiser(UNET, self.height, self.width)
+        self._costs = StepCosts(self._denoiser.options(self.height, self.width, paired=False))
         controls = controls_of(self.manifest)
         self._scales = {name: control_tensor(name, CONTROL_SCALE_INPUT) for name in controls}
         self._control_keys = [(name, spec.name) for name in controls for spec in control_specs(self.manifest, name)]
@@ -122,7 +124,9 @@ class PredictNoise(PipelineModel):
         latents, steps = inputs["latents"], inputs["step"][:, 0].long()  # [images, channels, height/8, width/8]
         images = [self._image(index, inputs) for index in range(len(latents))]
         rows = inputs[COEFFICIENT_ROWS][torch.arange(len(latents), device=latents.device), steps]
-        return predict_noise(self._denoiser, images, rows[:, 0].reshape(-1, 1, 1, 1) * latents, self.height, self.width)
+        cover = self._costs.cheapest(self._denoiser.counts(images))
+        model_input = rows[:, 0].reshape(-1, 1, 1, 1) * latents
+        return predict_noise(self._denoiser, cover, images, model_input, self.height, self.width)
 
     def _image(self, index: int, inputs: Tensors) -> ImageState:
         """Return the state of one image before its next step."""
@@ -134,6 +138,7 @@ class PredictNoise(PipelineModel):
             guidance,
             self.served.defaults.guidance_rescale,
             np.where(guidance > 1, self.texts, 1).astype(np.int8),
+            False,
             np.arange(self.steps),
             needs_by_step((), uses, self.steps),
             uses,

@@ -15,7 +15,7 @@ from model.denoising.networks import Denoiser, DenoiserVariant
 from model.engines.engine import EngineSet
 from model.loading.load import Loaded
 from model.loading.served import ServedModel, SizeRange
-from model.loading.warmup import batch_measurement, warm_up
+from model.loading.warmup import step_measurement, warm_up
 from model.pipeline import spec
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.runner import Runner
@@ -124,7 +124,7 @@ def test_serves_what_the_8_bit_unet_serves(model: LoadedModel) -> None:
     served = ServedModel(64, 64, SizeRange(64, 512, 8), has_refiner=True, defaults=Defaults())
     loaded = Loaded(model, served, "linear/1", "cpu", "aot_inductor", 0)
     warm_up(loaded)
-    list(batch_measurement(loaded))
+    list(step_measurement(loaded))
     assert model.loop(spec.UNET, 64, 64).capacity == 8
     smaller, larger, largest = loops.stubs(inner)
     assert smaller.seen and larger.seen and largest.seen

@@ -39,7 +39,8 @@ NEGATIVE: dict[str, object] = {"negative_prompt": "four"}
         ((1, 2, 4), (2, 4), [ZEROS, NEGATIVE], [0, 0, 1, 0, 0]),
         ((1, 2, 4), (2, 4), [ZEROS, PLAIN], [0, 0, 1, 0, 0]),
         ((2, 6), (2, 6), [ZEROS, ZEROS], [0, 0, 0, 1]),  # with room for a third
-        ((1, 2, 6), (), [ZEROS, PLAIN], [0, 0, 1]),
+        ((1, 2, 6), (), [ZEROS, PLAIN], [1, 1, 0]),
+        ((1, 2, 6), (), [ZEROS, ZEROS], [0, 0, 1]),
         ((8,), (), [NEGATIVE] * 3 + [PLAIN] * 2, [1]),
         # Without batch 2 the engine of batch 1 runs twice. Few-step models have only that, since they are not guided.
         ((1,), (), [ZEROS], [2]),
@@ -49,7 +50,7 @@ NEGATIVE: dict[str, object] = {"negative_prompt": "four"}
         ((1, 2, 4), (4,), [ZEROS], [0, 1, 0, 0]),
     ],
 )
-def test_runs_the_smallest_engine_that_holds_all_images(
+def test_runs_the_cheapest_engines_that_hold_all_images(
     batches: tuple[int, ...], guided: tuple[int, ...], images: list[dict[str, Any]], calls: list[int]
 ) -> None:
     """The variant for guided images runs where all images are guided by zeros."""

@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from model.denoising.loop import Known, Loop, has_room, unet_batch
+from model.denoising.loop import ImageState, Known, Loop, has_room, slots
 from model.denoising.networks import DenoiserVariant
 from model.denoising.sampler_specs import SAMPLERS
 from model.errors import EngineError
@@ -109,14 +109,46 @@ def test_end_of_guidance_makes_room_for_another_image(make_loop: MakeLoop, model
     loop = make_loop(bucketed(model, 4))
     for seed in (1, 2):
         loop.add(make_image(model, seed=seed, end_cfg_frac=0.5))
-    assert unet_batch(loop.images) == 4 and not has_room(loop, 1)
+    assert slots(loop.images) == 4 and not has_room(loop, 1)
     loop.step()
     assert not has_room(loop, 1)
     loop.step()
     assert has_room(loop, 2) and not has_room(loop, 3)
     for seed in (3, 4):
         loop.add(make_image(model, seed=seed, guidance_scale=1.0))
-    assert unet_batch(loop.images) == 4 and not has_room(loop, 1)
+    assert slots(loop.images) == 4 and not has_room(loop, 1)
+
+
+@both_loops
+def test_guidance_that_starts_late_keeps_its_place(make_loop: MakeLoop, model: LoadedModel) -> None:
+    """Two images that are guided from the fourth step on fill a loop of four entries. The third one waits for them."""
+    unet = bucketed(model, 2, 4)
+    loop = make_loop(unet)
+
+    def late(seed: int) -> ImageState:
+        image = make_image(model, seed=seed, num_inference_steps=6, negative_prompt="four")
+        image.plan = replace(image.plan, entries=np.array([1, 1, 1, 2, 2, 1], np.int8))
+        return image
+
+    def alone(seed: int) -> torch.Tensor:
+        image = late(seed)
+        denoise(loops.eager_loop(bucketed(model, 2)), [image])
+        return image.latents
+
+    images = [late(seed) for seed in range(3)]
+    loop.add(images[0])
+    assert has_room(loop, 2)
+    loop.add(images[1])
+    for _ in range(5):
+        assert slots(loop.images) == 4 and not has_room(loop, 1)
+        loop.step()
+    assert slots(loop.images) == 2 and has_room(loop, 2)
+    calls = [len(call["sample"]) for engine in loops.stubs(unet) for call in engine.seen]
+    assert sorted(calls) == [2, 2, 2, 4, 4]
+    loop.add(images[2])
+    loops.run_to_end(loop)
+    for seed, image in enumerate(images):
+        torch.testing.assert_close(image.latents, alone(seed), rtol=1e-4, atol=1e-4)
 
 
 def test_a_failed_loop_is_empty(model: LoadedModel) -> None:

@@ -382,7 +382,7 @@ def test_counts_the_buffers_of_all_loops(tmp_path: Path) -> None:
     texts = (8 + 4) * (2 * 77 * 166_400 + MAX_STEPS * 1280) * 4
     assert texts < buffers < 1.01 * texts
     variant = unets[-1].model_copy(update={"component": "unet_guided"})
-    assert loop_bytes({"unet": [*unets, variant]}) == buffers
+    assert buffers < loop_bytes({"unet": [*unets, variant]}) < buffers + 1000  # a mapping of its own
     assert 1.5 * buffers < loop_bytes({"unet": unets}, ranks=2) <= 2 * buffers
     engines = tuple(engine.model_copy(update={"target": target.key}) for engine in (*others, *unets))
     manifest = draft.model_copy(update={"engines": engines})

@@ -1,21 +1,24 @@
-"""The warm-up runs every size and reports a lack of memory. A later measurement finds efficient batches."""
+"""The warm-up runs every size and reports a lack of memory. A later measurement finds what the calls of a step take."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from model.cuda.probe import DeviceProbe
+from model.denoising.cover import Kind
 from model.engines.engine import EngineSet
 from model.errors import EngineError, OutOfDeviceMemory
 from model.loading.load import Loaded
 from model.loading.served import Defaults, ServedModel, SizeList, SizeRange
-from model.loading.warmup import batch_measurement, warm_up
+from model.loading.warmup import step_measurement, warm_up
 from model.pipeline import spec
 from model.pipeline.loaded_model import LoadedModel
 from model.store.manifest import Bucket, Span
-from tests.support.linear_networks import Stub, linear_model, stub
+from tests.support.linear_networks import PLAIN, Stub, linear_model, stub
+from tests.support.parity import image_of
 
 
 @pytest.fixture
@@ -66,15 +69,17 @@ class FakeProbe(DeviceProbe):
         return calls
 
 
-def efficient_by_size(loaded: Loaded, probe: DeviceProbe) -> dict[str, int]:
-    """Warm up and measure. Return the most efficient batch of each size."""
+def measure(loaded: Loaded, probe: DeviceProbe) -> None:
     with torch.inference_mode():
         warm_up(loaded, probe)
         probe.now()  # forget the calls of the warm-up
         probe.now()
-        list(batch_measurement(loaded, probe))
-    bases = {key: loop for key, loop in loaded.model.loops.items() if key[0] == spec.UNET}
-    return {f"{width}x{height}": loop.efficient_batch for (_, height, width), loop in bases.items()}
+        list(step_measurement(loaded, probe))
+
+
+def seconds_of(loaded: Loaded, width: int, entries: int) -> float:
+    """Return the seconds of a step of the base."""
+    return loaded.model.loop(spec.UNET, 64, width).costs.seconds(((Kind(frozenset()), entries),))
 
 
 def test_makes_every_loop_and_runs_every_size(loaded: Loaded) -> None:
@@ -105,34 +110,55 @@ def test_encodes_text_in_every_batch_size(guidance_scale: float, loaded: Loaded)
         assert batches == {1, 2}, name
 
 
+def test_measures_every_call_of_each_listed_size(loaded: Loaded) -> None:
+    probe = FakeProbe(loaded.model, {2: 0.031, 4: 0.080, 8: 0.081})
+    measure(loaded, probe)
+    assert probe.measured == [(width, batch) for width in (64, 96) for batch in (2, 4, 8)]  # once each on a CPU
+    for width in (64, 96):
+        seconds = [seconds_of(loaded, width, entries) for entries in (1, 2, 4, 5)]
+        assert seconds == pytest.approx([0.031, 0.031, 0.062, 0.081])
+    assert not loaded.model.step_times
+
+
+def test_measured_steps_change_no_picture(loaded: Loaded) -> None:
+    params = replace(PLAIN, width=64)
+    before = image_of(loaded.model, params)
+    measure(loaded, FakeProbe(loaded.model, {2: 1.0, 4: 1.0, 8: 1.0}))
+    assert np.array_equal(image_of(loaded.model, params), before)
+
+
 @pytest.mark.parametrize(
-    "seconds, efficient, tried",
+    ("seconds", "tried"),
     [
-        ({2: 0.031, 4: 0.059, 8: 0.114}, 2, (2, 4)),  # batch 4 takes nearly twice as long as 2: 8 is not tried
-        ({2: 0.080, 4: 0.140, 8: 0.270}, 4, (2, 4, 8)),
-        ({2: 0.050, 4: 0.055, 8: 0.060}, 8, (2, 4, 8)),
+        ({1: 0.5, 2: 1.0, 4: 2.0, 8: 4.0, 16: 8.0}, (1, 2)),  # twice the batch takes twice as long: 4 is not tried
+        ({1: 0.5, 2: 0.6, 4: 0.8, 8: 1.2, 16: 2.0}, (1, 2, 4, 8, 16)),
     ],
 )
-def test_measures_the_efficient_batch_of_each_listed_size(
-    seconds: dict[int, float], efficient: int, tried: tuple[int, ...], loaded: Loaded
+def test_times_of_a_dynamic_engine_hold_for_all_sizes(
+    seconds: dict[int, float], tried: tuple[int, ...], loaded: Loaded
 ) -> None:
-    probe = FakeProbe(loaded.model, seconds)
-    assert efficient_by_size(loaded, probe) == {"64x64": efficient, "96x64": efficient}
-    assert probe.measured == [(width, batch) for width in (64, 96) for batch in tried]  # once each on a CPU
-    assert loaded.model.efficient_pixels is None
-
-
-def test_all_sizes_of_a_dynamic_engine_share_efficient_pixels(loaded: Loaded) -> None:
     model = linear_model()
     for name in (spec.UNET, spec.REFINER_UNET):
         side = Span(min=16, max=1024, multiple=8)
         stub(model, name).bucket = Bucket(batch=Span(min=1, max=16), height=side, width=side)
     served = replace(loaded.served, sizes=SizeRange(64, 1024, 8))
+    loaded = replace(loaded, model=model, served=served)
     model.loop(spec.UNET, 64, 128)  # made before the measurement
-    probe = FakeProbe(model, {2: 0.080, 4: 0.140, 8: 0.240, 16: 0.480})
-    assert efficient_by_size(replace(loaded, model=model, served=served), probe) == {"64x64": 8, "128x64": 4}
-    for (height, width), batch in {(64, 128): 4, (128, 128): 2, (1024, 1024): 1, (32, 64): 16, (16, 16): 16}.items():
-        assert model.loop(spec.UNET, height, width).efficient_batch == batch
+    probe = FakeProbe(model, seconds)
+    measure(loaded, probe)
+    assert probe.measured == [(64, batch) for batch in tried]
+    for width in (128, 256, 32):  # of 64 x 64 pixels the seconds are those of `seconds`
+        for entries in (1, 2, 4):
+            expected = seconds.get(entries * width // 64, seconds[1] / 2)
+            assert seconds_of(loaded, width, entries) == pytest.approx(expected), (width, entries)
+
+
+def test_benchmarks_of_a_release_count_until_the_measurement(loaded: Loaded) -> None:
+    buckets = {engine.bucket for engine in loaded.model.engines[spec.UNET].engines}
+    loaded.model.benchmarks = {(spec.UNET, False, bucket): float(bucket.batch.max) for bucket in buckets}
+    assert seconds_of(loaded, 64, 8) == 8.0
+    measure(loaded, FakeProbe(loaded.model, {2: 3.0, 4: 5.0, 8: 7.0}))
+    assert seconds_of(loaded, 64, 8) == 7.0
 
 
 class EngineFailed(RuntimeError):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from model.cuda import graphs
+from model.denoising.networks import DenoiserVariant
 from model.engines.engine import EngineSet
 from model.engines.graphed import GraphedEngine
 from model.pipeline import spec
@@ -35,13 +36,13 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
 
 
 @pytest.fixture
-def graph_unet() -> EngineSet:
+def graph_unet() -> DenoiserVariant:
     """The engines of the base's graph loop, in buckets as on a GPU."""
     return bucketed(linear_model(), 1, 2, 4, 8)
 
 
 @pytest.fixture
-def model(streams: Streams, graph_unet: EngineSet) -> LoadedModel:
+def model(streams: Streams, graph_unet: DenoiserVariant) -> LoadedModel:
     """A model with a GPU's streams, and a graph loop for the base at the size that most requests here have."""
     model = linear_model()
     streams.add_side_streams(model)
@@ -80,7 +81,7 @@ def checked_scheduler(model: LoadedModel, streams: Streams, previews: bool = Fal
 
 
 def test_scheduled_images_are_correct_and_free_of_races(
-    model: LoadedModel, graph_unet: EngineSet, streams: Streams
+    model: LoadedModel, graph_unet: DenoiserVariant, streams: Streams
 ) -> None:
     with checked_scheduler(model, streams, previews=True) as scheduler:
         jobs = [scheduler.submit(request, lambda _: None, preview_every=2) for request in MIX]
@@ -92,7 +93,7 @@ def test_scheduled_images_are_correct_and_free_of_races(
         return {streams.writer(tensor).name for tensor in inputs}
 
     used = {name: used_streams(engines) for name, engines in model.engines.items()}
-    used[spec.UNET] = used_streams(model.engines[spec.UNET], graph_unet)
+    used[spec.UNET] = used_streams(model.engines[spec.UNET], graph_unet.engines)
     expected = dict.fromkeys(model.engines, {"text"})
     expected |= {spec.UNET: {"main"}, spec.REFINER_UNET: {"main"}}
     assert used == expected | {spec.TEXT_ENCODER: {"first_text"}} | {

@@ -42,6 +42,7 @@ def image_with_all_fields() -> ImageState:
         guidance=np.array([5, 5, 1], np.float32),
         guidance_rescale=0.5,
         entries=np.array([2, 2, 1], np.int8),
+        zero_negative=True,
         requested_step=np.array([0, 0, 1]),
         needs=(frozenset({"control"}), frozenset(), frozenset()),
         uses={"canny": np.array([True, False, False])},
@@ -53,7 +54,7 @@ def image_with_all_fields() -> ImageState:
         plan,
         latents=tensor(1, 4, 8, 12),
         cond=Conditioning({"a": tensor(1, 2), "shared": shared}),
-        uncond=Conditioning({"a": tensor(1, 2), "shared": shared}, is_zero=True),
+        uncond=Conditioning({"a": tensor(1, 2), "shared": shared}),
         step=1,
         stage=2,
         pass_index=1,
@@ -103,7 +104,7 @@ def same(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("name", [one.name for one in fields(ImageState)])
 def test_each_field_is_sent_or_marked_as_local(name: str) -> None:
-    image, empty = image_with_all_fields(), ImageState(0, torch.Generator(), StepPlan(*[None] * 8))  # type: ignore
+    image, empty = image_with_all_fields(), ImageState(0, torch.Generator(), StepPlan(*[None] * 9))  # type: ignore
     assert not same(getattr(image, name), getattr(empty, name)), f"image_with_all_fields sets no {name}"
     [one] = [one for one in fields(ImageState) if one.name == name]
     expected = empty if one.metadata == LOCAL else image

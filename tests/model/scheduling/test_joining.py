@@ -3,11 +3,12 @@
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 
 from model.errors import Overloaded
 from model.pipeline import spec
-from model.scheduling.admission import efficient_images, may_join, shortens_mean_latency
+from model.scheduling.admission import Step, may_join, shortens_mean_latency
 from model.scheduling.scheduler import Scheduler
 from model.settings import Limits
 from tests.support.scheduling import Gate, params, paused, results
@@ -149,31 +150,30 @@ def test_refuses_images_that_exceed_the_queue(gate: Gate, scheduler: Scheduler) 
 H200 = {1: 0.0308, 2: 0.059, 4: 0.115, 8: 0.227}  # images -> seconds a step, at 1024x1024
 
 
-def test_larger_batch_must_save_ten_percent_per_image() -> None:
-    for step_seconds, efficient in (
-        (H200, 1),
-        ({1: 0.10, 2: 0.17, 4: 0.34}, 2),
-        ({1: 0.10, 2: 0.181}, 1),  # 9.5 % less per image
-        ({1: 0.10, 2: 0.179}, 2),  # 10.5 %
-        ({1: 0.0265, 4: 0.0951}, 1),  # 10.3 % less per image for four; two take as long as four
-        ({1: 0.0265, 4: 0.0470}, 4),  # two are efficient in the engine of four, too
-        ({2: 0.10, 4: 0.17, 16: 0.33}, 4),
-    ):
-        assert efficient_images(step_seconds.items()) == efficient, step_seconds
-
-
-def test_few_images_join_until_enough_wait_to_fill_the_loop() -> None:
-    for running, waiting, needed, joins in (
-        (0, 2, 2, True),
-        (2, 2, 2, True),  # 4 entries are efficient
-        (4, 10, 2, False),
-        (4, 12, 2, True),  # 4 + 12 fill the capacity of 16
-        (14, 2, 2, True),
-        (18, 2, 2, True),
-        (3, 1, 1, True),
-        (3, 2, 2, False),  # 5 are not efficient
-    ):
-        assert may_join(running, waiting, needed, efficient=4, capacity=16) is joins, (running, waiting, needed)
+@pytest.mark.parametrize(
+    ("step_seconds", "running", "waiting", "joins"),
+    [
+        (H200, 0, 1, True),
+        (H200, 1, 1, False),
+        (H200, 1, 6, False),
+        (H200, 1, 7, True),  # they fill the loop
+        (H200, 7, 1, True),
+        ({1: 0.10, 2: 0.17, 4: 0.34}, 1, 1, True),
+        ({1: 0.10, 2: 0.17, 4: 0.34}, 2, 1, False),
+        ({1: 0.10, 2: 0.17, 4: 0.34}, 2, 2, True),
+        ({1: 0.10, 2: 0.181, 3: 0.3, 4: 1}, 1, 1, False),  # 9.5 % less per image
+        ({1: 0.10, 2: 0.179, 3: 0.3, 4: 1}, 1, 1, True),  # 10.5 %
+        ({1: 0.1, 2: 0.2, 3: 0.21, 4: 1}, 1, 1, False),
+        ({1: 0.1, 2: 0.2, 3: 0.21, 4: 1}, 1, 2, True),  # the next one makes both worth their time
+    ],
+)
+def test_more_entries_must_save_ten_percent_of_each(
+    step_seconds: dict[int, float], running: int, waiting: int, joins: bool
+) -> None:
+    capacity = max(step_seconds)
+    seconds = np.interp(range(capacity + 1), [*step_seconds], [*step_seconds.values()])
+    now, *later = (Step(count, float(seconds[count])) for count in range(running, min(running + waiting, capacity) + 1))
+    assert may_join(now, later, running + waiting >= capacity) is joins
 
 
 @pytest.mark.parametrize("images, entries, steps_left, batch", [(1, 2, 10, 1), (2, 2, 12, 4), (7, 1, 9, 2)])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from preheat.replicas import simulation
 from preheat.replicas.simulation import (
     Autoscaling,
     Result,
@@ -69,21 +70,14 @@ def test_step_time_follows_the_curve() -> None:
     assert sorted(five_at_once.latencies) == pytest.approx([4.0, 4.0, 4.0, 4.0, 5.0])
 
 
-class FullBatches(Server):
-    """A server that fills its batch."""
-
-    efficient = 8  # type: ignore[assignment]
-
-
-def test_small_batches_shorten_the_median_latency() -> None:
+def test_small_batches_shorten_the_median_latency(monkeypatch: pytest.MonkeyPatch) -> None:
     """One image nearly fills the GPU. The loads are 70 % and 150 % of its capacity."""
     curve = {1: 0.031, 2: 0.059, 4: 0.115, 8: 0.227}
     server = Server(curve, steps=30, cold_start_seconds=0, max_queue=100)
-    assert server.efficient == 1
     loads = [constant(share * server.images_per_second, 10_000) for share in (0.7, 1.5)]
-    full_server = FullBatches(curve, steps=30, cold_start_seconds=0, max_queue=100)
     small, small_overloaded = (simulate(load, server, STEADY) for load in loads)
-    full, full_overloaded = (simulate(load, full_server, STEADY) for load in loads)
+    monkeypatch.setattr(simulation, "may_join", lambda *_: True)
+    full, full_overloaded = (simulate(load, server, STEADY) for load in loads)
     assert small.latency(0.5) < 0.85 * full.latency(0.5)
     assert small.latency(0.99) < 1.2 * full.latency(0.99)
     assert len(small_overloaded.latencies) == pytest.approx(len(full_overloaded.latencies), rel=0.01)

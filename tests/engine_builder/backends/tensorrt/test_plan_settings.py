@@ -96,6 +96,7 @@ def test_target_needs_tensorrt() -> None:
 def network(precision: Precision = FP16, **architecture: Any) -> Network:
     fake_network: Any = SimpleNamespace(
         component="unet",
+        code_name="UnetNetwork",
         module=torch.nn.Identity(),
         signature=UNET,
         architecture=architecture,
