@@ -23,3 +23,8 @@ class DeviceProbe:
     def refused_allocations(self) -> int:
         """Return how often PyTorch could not allocate memory. An engine's code reports that as a plain RuntimeError."""
         return int(torch.cuda.memory_stats(self._device).get("num_ooms", 0)) if self._on_gpu else 0
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the free memory of a GPU, 0 for a CPU."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0

@@ -17,6 +17,8 @@ The host queues replays ahead of the device, so the device does not wait for the
 arithmetic: see `model.denoising.step` and `model.denoising.eager_loop`.
 """
 
+import json
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -26,6 +28,7 @@ import numpy as np
 import torch
 
 from model.cuda.graphs import StepQueue
+from model.cuda.probe import free_bytes
 from model.cuda.streams import to_device
 from model.denoising.buffers import BY_ENTRY, BY_SLOT, MAPPING, SAMPLE, SUM, NetworkShape, buffer_shapes
 from model.denoising.cover import Cover, Kind, StepCosts
@@ -41,6 +44,8 @@ from model.engines.shapes import DTYPES
 from model.errors import EngineError
 from model.store.manifest import TensorSpec
 from model.validation import MAX_STEPS
+
+logger = logging.getLogger("preheat")
 
 MAX_STEPS_IN_FLIGHT = 2  # queued or running on the device when `step` returns
 _LARGE_CALL_PIXELS = 4 * 2**20  # batch x height x width of a call from which cuBLAS is as fast without a workspace
@@ -99,11 +104,15 @@ class GraphLoop:
         self._check_batches(shapes)
         with torch.inference_mode():
             self._allocate([shape for _, shape in shapes])
+            free = free_bytes(device)
             # Captured now, so that no request waits for a capture or finds the memory full.
             self._networks = {engines: self._capture_network(engines, shape) for engines, shape in shapes}
             if self._sums:
                 self._clear = self._queue.capture(self._clear_sums, True, "clear")
             self._advance = self._queue.capture(self._advance_images, True, "advance")
+        graphs = sum(len(network.replays) for network in self._networks.values()) + 1 + bool(self._sums)
+        entries = {"loop": f"{denoiser.plain.engines.component} {width}x{height}", "graphs": graphs}
+        logger.info(json.dumps({"event": "captured", **entries, "bytes": free - free_bytes(device)}))
         self.capacity = max(shapes[0][1].batches)
         self.costs = StepCosts(denoiser.options(height, width))
         # The calls of a step, and the images and cover that they are of.
