@@ -99,6 +99,7 @@ CAPABILITIES: Tests = {
         "tests/model/adapters/test_adapter_parity.py::test_swaps_compile_nothing",
         "tests/model/adapters/test_adapter_batch.py::test_images_of_a_batch_are_those_of_diffusers",
         "tests/model/adapters/test_adapter_batch.py::test_image_does_not_depend_on_the_batch",
+        "tests/model/pipeline/test_combined_features.py::test_images_of_a_batch_are_those_of_diffusers",
         "tests/model/adapters/test_adapter_merge.py::test_restores_weights_exactly_after_100_swaps",
         "tests/engine_builder/adapters/test_adapters.py::test_refuses_unusable_tensors",
         "tests/model/scheduling/test_adapter_turns.py::test_equal_adapters_share_a_batch_and_others_wait",

@@ -165,5 +165,5 @@ print({{"torch", "numpy"}} & set(sys.modules))
     assert ran.stdout.splitlines() == ["set()", "{'numpy'}"]  # the second line shows that imports are noticed
 
 
-def test_new_component_and_stage_take_under_sixty_lines() -> None:
-    assert len((REPOSITORY / "tests" / "model" / "pipeline" / "test_extension.py").read_text().splitlines()) < 60
+def test_a_feature_with_a_component_and_a_stage_takes_under_eighty_lines() -> None:
+    assert len((REPOSITORY / "tests" / "test_extension.py").read_text().splitlines()) < 80

@@ -87,12 +87,13 @@ def build(
 
     `tuning`: folder for the compiler's measurements of the target's kernels; None: the compiler's own folder.
     `processes`: number of engines to compile at once, see `compile_jobs`. `remaining` is updated while engines compile,
-    so that a caller can show the time left. Raises CheckpointError, SizesRefused, DiffersFromDiffusers, CompileError,
-    InaccurateEngine, or BrokenImage if the model generates NaN.
+    so that a caller can show the time left. Raises CheckpointError, SizesRefused, CombinationRefused,
+    DiffersFromDiffusers, CompileError, InaccurateEngine, or BrokenImage if the model generates NaN.
     """
     # 1. Check everything that can be checked without work.
     check_model(plan.base, plan.refiner)
     plan.check_sizes()
+    plan.check_combinations()
     facts, defaults = read_model_facts(plan.base, plan.refiner), read_release_defaults(plan.base, plan.refiner)
     schedulers = read_noise_schedules(plan.base, plan.refiner)
     source = fingerprint(plan)

@@ -1,7 +1,7 @@
 """The plan of a build: model, target, precisions and sizes, and the engines that follow from them."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from engine_builder.networks.controlnet import components_of_controlnets
 from engine_builder.networks.ip_adapter import components_of_ip_adapters
 from engine_builder.networks.network import ModuleReader, Network, load_network
 from engine_builder.quantization.quantization_plan import Quantization
-from model.engines.features import GUIDED_ZEROS, LORA, engine_name, has, parse_name
+from model.engines.features import FEATURES, GUIDED_ZEROS, LORA, engine_name, has, parse_name
 from model.errors import PreheatError
 from model.loading.target import Target
 from model.pipeline.components import FAMILIES, find_component
@@ -37,6 +37,12 @@ class Size(NamedTuple):
 
 class SizesRefused(PreheatError):
     """The model cannot generate a requested size, or the release's default size is not among them."""
+
+
+class CombinationRefused(PreheatError):
+    """A requested UNet takes a feature that the build lacks."""
+
+    remedy = "Add the option that builds it (--lora-rank, --controlnet, --ip-adapter), or change --combine."
 
 
 def default_sizes(base: Checkpoint, target: Target) -> tuple[Size, ...]:
@@ -65,6 +71,7 @@ class BuildPlan:
     text_chunks: chunks of a prompt that the UNets read, if there are sizes. Dynamic engines read any number.
     vae_precision: replaces the VAE's default precision (`precision_of`).
     bands: numbers of bands of an image; for each the UNet also gets engines that compute one band.
+    combine: the sets of features of further UNets. None: all of `features`, if adapters are one of at least two.
     """
 
     model: str
@@ -81,6 +88,7 @@ class BuildPlan:
     merge: OfflineMerge | None = None
     text_chunks: int = 1
     bands: tuple[int, ...] = ()
+    combine: tuple[frozenset[str], ...] | None = None
 
     @property
     def targets(self) -> tuple[Target, ...]:
@@ -101,8 +109,24 @@ class BuildPlan:
     def components(self) -> tuple[str, ...]:
         """The components to build, each followed by its variants that have sizes.
 
-        The networks of ControlNets and IP-Adapters are last.
+        The networks of ControlNets and IP-Adapters follow, and last the UNets that take several features.
         """
+        combine = self.combine
+        if combine is None:
+            combine = (self.features,) if len(self.features) > 1 and has(self.features, "adapts") else ()
+        unet = FAMILIES[self.base.family].base.unet
+        names = (*self._of_one_feature, *(engine_name(unet, features) for features in combine))
+        return tuple(dict.fromkeys(names))
+
+    @property
+    def features(self) -> frozenset[str]:
+        """The features with inputs that UNets of this build take."""
+        found = frozenset[str]().union(*(find_component(name).features for name in self._of_one_feature))
+        return frozenset(name for name in found if FEATURES[name].inputs)
+
+    @property
+    def _of_one_feature(self) -> tuple[str, ...]:
+        """The components without the UNets of `combine`."""
         family = FAMILIES[self.base.family]
         of_model: list[str] = []
         for spec in family.specs(*model_parts(self.refiner is not None)):
@@ -112,7 +136,9 @@ class BuildPlan:
             of_model += [name, *self._variants(name)]
         checker = (SAFETY_CHECKER,) if self.base.safety_checker else ()
         of_inputs = components_of_controlnets(self.base) + components_of_ip_adapters(self.base)
-        return (*of_model, *checker, *of_inputs)
+        names = (*of_model, *checker, *of_inputs)
+        added = dict.fromkeys(find_component(name).adds_to for name in names)
+        return (*names, *(engine_name(family.base.unet, {feature}) for feature in added if feature))
 
     @property
     def guided_sizes(self) -> tuple[Size, ...]:
@@ -213,19 +239,25 @@ class BuildPlan:
             if spec.batch_unit == "timestep":
                 return [compiler.dynamic_bucket(multiple=None, max_batch=MAX_STEPS)]
             return [compiler.dynamic_bucket(network.multiple)]
-        shapes: Iterable[tuple[int, int | None, int | None]]
+        return [compiler.static_bucket(*shape) for shape in self._shapes_of(spec)]
+
+    def engine_count(self, component: str) -> int:
+        """Return the number of engines of a component, also of those that the store has."""
+        return len(self._shapes_of(find_component(component))) if self.sizes else 1
+
+    def _shapes_of(self, spec: ComponentSpec) -> Sequence[tuple[int, int | None, int | None]]:
+        """Return the batch, height and width of each static engine of a component."""
         match spec.batch_unit:
             case "text":
-                shapes = ((batch, None, None) for batch in _TEXT_BATCHES)
+                return [(batch, None, None) for batch in _TEXT_BATCHES]
             case "timestep":
-                shapes = [(_TIMESTEPS_PER_CALL, None, None)]
+                return [(_TIMESTEPS_PER_CALL, None, None)]
             case "scaled_image":
-                shapes = [(1, None, None)]
+                return [(1, None, None)]
             case "image":
-                shapes = dict.fromkeys(size._replace(batch=1) for size in self.sizes)
+                return list(dict.fromkeys(size._replace(batch=1) for size in self.sizes))
             case "cfg_half":
-                shapes = self._sizes_of(spec)
-        return [compiler.static_bucket(batch, height, width) for batch, height, width in shapes]
+                return self._sizes_of(spec)
 
     def draft_name(self, target: Target) -> str:
         """Return the name of the record of a target's draft in the store.
@@ -234,6 +266,15 @@ class BuildPlan:
         and precision.
         """
         return f"{self.model}.{target.key}.{self.precision.name}"
+
+    def check_combinations(self) -> None:
+        """Raise CombinationRefused for a set of `combine` with a feature that the build lacks."""
+        for features in self.combine or ():
+            if lacking := sorted(features - self.features):
+                raise CombinationRefused(
+                    f"A UNet with {'+'.join(sorted(features))} needs {' and '.join(lacking)}. This build has "
+                    f"{', '.join(sorted(self.features)) or 'no such feature'}."
+                )
 
     def check_sizes(self) -> None:
         """Raise SizesRefused for sizes that would fail after compiling, or when the release is loaded."""

@@ -4,7 +4,8 @@ Both have the same weights, in which adapters are merged if the plan says so, an
 ignores an entry of a config.json differs by far more than the limit, also where no test has such a model.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from engine_builder.kernels.float_arithmetic import stored_types
 from engine_builder.networks.text import FinalTextNetwork
 from engine_builder.networks.unet import StepUnet
 from model.adapters.merge import Factors
-from model.adapters.packing import Packing, pack
+from model.adapters.packing import pack
 from model.engines import signatures
 from model.engines.features import GUIDED_ZEROS, IMAGE_PROMPT
 from model.engines.shapes import shape_at
@@ -87,7 +88,7 @@ class _Step:
     sample: Tensor
     timestep: Tensor
     text: Tensor
-    added: dict[str, Tensor]
+    added: dict[str, Any]
     timestep_cond: Tensor | None
 
     @property
@@ -142,7 +143,6 @@ def _unets(pair: Counterparts, denoiser: Denoiser) -> Outputs:
     time_embeds = pair.run(denoiser.time, **step.time_inputs)["time_embeds"]
     keys_values = pair.run(denoiser.text, encoder_hidden_states=step.text)[signatures.KEYS_VALUES]
     inputs = {"sample": step.sample, "time_embeds": time_embeds, signatures.KEYS_VALUES: keys_values}
-    [expected] = unet(**step.library_inputs)
     # Guidance against zeros: both halves have the first latents, and the second half attends to zeros.
     halves = replace(
         step,
@@ -150,42 +150,52 @@ def _unets(pair: Counterparts, denoiser: Denoiser) -> Outputs:
         text=torch.cat([step.text[:1], torch.zeros_like(step.text[:1])]),
     )
     for component in components:
-        features, network = find_component(component).features, pair.ours(component)
-        of_step, more = (halves, inputs | {"sample": halves.sample}) if GUIDED_ZEROS in features else (step, inputs)
-        if isinstance(network.module, StepUnet) and network.module.low_rank is not None:
-            yield component, *_with_adapters(pair, component, network.module.low_rank.packing, unet, of_step, more)
-        elif residuals := signatures.residuals_of(network.signature):
-            added = _residuals(residuals, step, pair)
-            *down, middle = added.values()
-            [controlled] = unet(
-                **step.library_inputs, down_block_additional_residuals=down, mid_block_additional_residual=middle
-            )
-            yield component, list(pair.run(component, **inputs, **added).values()), [controlled]
+        if GUIDED_ZEROS in find_component(component).features:
+            yield component, *_run_both(pair, component, unet, halves, inputs | {"sample": halves.sample})
         else:
-            reference = expected if of_step is step else unet(**of_step.library_inputs)[0]
-            yield component, list(pair.run(component, **more).values()), [reference]
+            yield component, *_run_both(pair, component, unet, step, inputs)
 
 
 def _is_unet(component: str, part: Part) -> bool:
-    """True for a UNet of a step, except that for reference images, which is compared with its adapters."""
+    """True for a UNet of a step, except one for reference images, which is compared with its IP-Adapters."""
     spec = find_component(component)
     return spec.is_denoiser and spec.part == part and IMAGE_PROMPT not in spec.features
 
 
-def _residuals(specs: Iterable[Any], step: _Step, pair: Counterparts) -> dict[str, Tensor]:
-    """Draw what ControlNets add to a UNet."""
-    draw, scale = _drawing(pair.device, seed=2), pair.plan.base.vae_widths().scale
+def _run_both(
+    pair: Counterparts, component: str, unet: nn.Module, step: _Step, inputs: dict[str, Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Run a UNet with these inputs and random ones of ControlNets and adapters, and the library's with the same.
+
+    Its other inputs are zeros: an image that does not use a feature has zeros, and the result of a plain UNet.
+    """
+    signature, scale = pair.ours(component).signature, pair.plan.base.vae_widths().scale
     height, width = (side * scale for side in step.sample.shape[2:])
     sizes = {"rows": _BATCH, "height": height, "width": width}
-    return {spec.name: _RESIDUAL_DEVIATION * draw(*shape_at(spec.shape, sizes)) for spec in specs}
+    shapes = {spec.name: shape_at(spec.shape, sizes) for spec in signature.inputs if spec.name not in inputs}
+    zeros = {name: torch.zeros(shape, device=pair.device) for name, shape in shapes.items()}
+    draw, of_library = _drawing(pair.device, seed=2), step.library_inputs
+    names_of_residuals = [spec.name for spec in signatures.residuals_of(signature)]
+    residuals = {name: _RESIDUAL_DEVIATION * draw(*shapes[name]) for name in names_of_residuals}
+    if residuals:
+        *down, middle = residuals.values()
+        of_library |= {"down_block_additional_residuals": down, "mid_block_additional_residual": middle}
+    with _adapted(pair, component, unet) as vectors:
+        expected = unet(**of_library)
+    return list(pair.run(component, **zeros | inputs | residuals | vectors).values()), list(expected)
 
 
-def _with_adapters(
-    pair: Counterparts, component: str, packing: Packing, unet: nn.Module, step: _Step,
-    inputs: dict[str, Tensor],
-) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
-    """Run a UNet with low-rank inputs, and the library's with the same changes added to its linears."""
-    guided = GUIDED_ZEROS in find_component(component).features
+@contextmanager
+def _adapted(pair: Counterparts, component: str, unet: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Add random adapters to the linears of the library's UNet. Yields the inputs that make the same changes.
+
+    They are empty for a component without low-rank inputs.
+    """
+    module = pair.ours(component).module
+    if not isinstance(module, StepUnet) or module.low_rank is None:
+        yield {}
+        return
+    packing, guided = module.low_rank.packing, GUIDED_ZEROS in module.features
     draw = _drawing(pair.device, seed=3)
     adapters = [
         {
@@ -200,17 +210,12 @@ def _with_adapters(
     ]
     packed = [pack(packing, [(factors, 1.0)], torch.float32) for factors in adapters] * (_BATCH // len(adapters))
     vectors = {name: torch.cat([one[name] for one in packed]) for name in packed[0]}
-    hooks = []
-    for place in packing.layers:
-        module = unet.get_submodule(place.layer.name.removeprefix(f"{names.UNET}."))
-        changes = [adapters[row % len(adapters)][place.layer.name] for row in range(_BATCH)]
-        hooks.append(module.register_forward_hook(_adding(changes)))
-    try:
-        expected: Any = unet(**step.library_inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return list(pair.run(component, **inputs, **vectors).values()), list(expected)
+    with ExitStack() as hooks:
+        for place in packing.layers:
+            linear = unet.get_submodule(place.layer.name.removeprefix(f"{names.UNET}."))
+            changes = [adapters[row % len(adapters)][place.layer.name] for row in range(_BATCH)]
+            hooks.callback(linear.register_forward_hook(_adding(changes)).remove)
+        yield vectors
 
 
 def _adding(changes: Sequence[Factors]) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
@@ -273,17 +278,14 @@ def _controlnet(pair: Counterparts, name: str) -> Outputs:
 
 
 def _ip_adapters(pair: Counterparts, adapters: Sequence[str]) -> Outputs:
-    """Compare each image encoder, and the UNet with each adapter."""
-    unet_network = pair.ours(names.IP_UNET)
-    slots, slot_tokens = signatures.image_slots(unet_network.signature)
+    """Compare each image encoder, and the UNets for reference images with each adapter."""
+    components = [name for name in pair.plan.components if IMAGE_PROMPT in find_component(name).features]
+    slots, slot_tokens = signatures.image_slots(pair.ours(names.IP_UNET).signature)
     draw, unet = _drawing(pair.device, seed=5), pair.plan.base.config("unet")
     step = _random_step(pair, "base", unet["in_channels"], 8)
     base = FAMILIES[pair.plan.base.family].base
     time_embeds = pair.run(base.time, **step.time_inputs)["time_embeds"]
     keys_values = pair.run(base.text, encoder_hidden_states=step.text)[signatures.KEYS_VALUES]
-    residuals = _residuals(signatures.residuals_of(unet_network.signature), step, pair)
-    *down, middle = residuals.values() if residuals else [None]
-    of_residuals = {"down_block_additional_residuals": down, "mid_block_additional_residual": middle} if down else {}
     for name in adapters:
         encoder, files = f"{names.IMAGE_ENCODER}.{name}", pair.plan.base.ip_adapter(name)
         side = int(pair.ours(encoder).signature.inputs[0].shape[2])
@@ -303,16 +305,14 @@ def _ip_adapters(pair: Counterparts, adapters: Sequence[str]) -> Outputs:
             images[key][:, 0, :count] = value
         bias = torch.zeros(_BATCH, slots, slot_tokens, device=pair.device)
         bias[:, 0, count:] = MASKED
-        ours = pair.run(
-            names.IP_UNET, sample=step.sample, time_embeds=time_embeds, keys_values=keys_values, **images,
-            image_bias=bias, **residuals,
-        )  # fmt: skip
+        inputs = {"sample": step.sample, "time_embeds": time_embeds, signatures.KEYS_VALUES: keys_values}
+        inputs |= images | {signatures.IMAGE_BIAS: bias}
         unet = pair.library(names.IP_UNET)
         with stored_types(), open_adapter(files).tensors() as tensors:
             unet._load_ip_adapter_weights([_by_part(tensors)], low_cpu_mem_usage=False)
-        inputs = step.library_inputs | of_residuals
-        inputs["added_cond_kwargs"] |= {"image_embeds": [of_library[:, None]]}
-        yield f"{names.IP_UNET} with {name}", list(ours.values()), list(unet(**inputs))
+        with_image = replace(step, added=step.added | {"image_embeds": [of_library[:, None]]})
+        for component in components:
+            yield f"{component} with {name}", *_run_both(pair, component, unet, with_image, inputs)
 
 
 def _by_part(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:

@@ -11,7 +11,7 @@ from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.checkpoints.release_settings import read_tokenizers
 from engine_builder.networks.network import Network
 from model.denoising.buffers import SAMPLE
-from model.engines.features import GUIDED_ZEROS, LORA, engine_name, parse_name
+from model.engines.features import FEATURES, engine_name, has, parse_name
 from model.engines.shapes import bind_shapes
 from model.engines.signatures import control_types
 from model.images.encode import Pixels
@@ -54,31 +54,37 @@ def record_real_inputs(
         )  # fmt: skip
         [pixels] = generate_eagerly(model, request)
         encode_pixels(model, to_pixels(torch.from_numpy(pixels).to(device)))
-        if controlnets := controlnets_of(networks):
-            generate_eagerly(model, request, tuple(_control(model, name, pixels) for name in controlnets))
-        for name in ip_adapters_of(networks):
-            generate_eagerly(model, request, image_prompts=(_image_prompt(model, name, pixels),))
+        controls = tuple(_control(model, name, pixels) for name in controlnets_of(networks))
+        if controls:
+            generate_eagerly(model, request, controls)
+        for name in ip_adapters_of(networks):  # with the ControlNets, so that no input of such a UNet is only zeros
+            generate_eagerly(model, request, controls, (_image_prompt(model, name, pixels),))
     # The request has a negative prompt, so it does not use the paired variants: they get their component's inputs.
     recorded = {name: eager[_plain(name)].recorded_inputs for name in networks}
     for name, network in networks.items():
-        if LORA in find_component(name).features:  # with adapters of any kind: no request of a build has one
-            recorded[name] = [inputs | _random_factors(network.signature, inputs) for inputs in recorded[name]]
+        if has(find_component(name).features, "adapts"):  # with adapters of any kind: no request of a build has one
+            recorded[name] = [_with_random_factors(network.signature, inputs) for inputs in recorded[name]]
     return recorded
 
 
 def _plain(name: str) -> str:
-    """Return the component whose inputs a variant for bands, adapters or guidance against zeros gets."""
+    """Return the component whose inputs a variant for bands, adapters or guidance against zeros gets.
+
+    That component may take more inputs, see `engine_name`.
+    """
     component, features, _ = parse_name(name)
-    return engine_name(component, features - {GUIDED_ZEROS, LORA})
+    recorded = {one for one in features if not (FEATURES[one].paired or FEATURES[one].adapts)}
+    return engine_name(component, recorded)
 
 
-def _random_factors(signature: Signature, inputs: Inputs) -> Inputs:
-    """Return random low-rank factors for a UNet's inputs."""
+def _with_random_factors(signature: Signature, inputs: Inputs) -> Inputs:
+    """Return the inputs that a UNet takes, with random low-rank factors. Zeros would not use a UNet's low-rank part."""
     sample = inputs[SAMPLE]
-    shapes = {spec.name: spec.shape for spec in signature.inputs if spec.name not in inputs}
     return {
-        name: 0.02 * torch.randn(len(sample), int(shape[1]), dtype=sample.dtype, device=sample.device)
-        for name, shape in shapes.items()
+        spec.name: inputs[spec.name]
+        if spec.name in inputs
+        else 0.02 * torch.randn(len(sample), int(spec.shape[1]), dtype=sample.dtype, device=sample.device)
+        for spec in signature.inputs
     }
 
 

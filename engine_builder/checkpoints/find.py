@@ -13,8 +13,6 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SINGLE_FILES = (".safetensors", ".ckpt")
 _SETTINGS_PATTERNS = ["*.json", "*.txt"]
 _VAE_PATTERNS = ["diffusion_pytorch_model*.safetensors"]  # of a repository that is a VAE; models have none at the top
-_NETWORK_FOLDERS = dict.fromkeys(spec.checkpoint_folder for spec in COMPONENTS.values())
-_SUBFOLDERS = [f"{root}{folder}" for root in ("", "refiner/") for folder in _NETWORK_FOLDERS]
 
 
 def find_checkpoint_folder(folder_or_hub_id: str, vae_of: Path | None = None) -> Path:
@@ -68,12 +66,14 @@ def _download(hub_id: str) -> Path:
     from huggingface_hub import errors, snapshot_download
 
     http_error = errors.HTTPError  # type: ignore[attr-defined]  # the base class of the Hub client's HTTP errors
+    folders = dict.fromkeys(spec.checkpoint_folder for spec in COMPONENTS.values())
+    subfolders = [f"{root}{folder}" for root in ("", "refiner/") for folder in folders]
     try:
-        fp16_patterns = [f"{subfolder}/*.fp16*.safetensors" for subfolder in _SUBFOLDERS]
+        fp16_patterns = [f"{subfolder}/*.fp16*.safetensors" for subfolder in subfolders]
         patterns = [*_SETTINGS_PATTERNS, *fp16_patterns, *_VAE_PATTERNS]
         snapshot = Path(snapshot_download(hub_id, allow_patterns=patterns))
         # Search every subfolder, also one with files: an interrupted download leaves some of the files.
-        downloaded = [subfolder for subfolder in _SUBFOLDERS if (snapshot / subfolder).is_dir()]
+        downloaded = [subfolder for subfolder in subfolders if (snapshot / subfolder).is_dir()]
         without_fp16 = [name for name in downloaded if not any((snapshot / name).glob("*.fp16*.safetensors"))]
         if without_fp16:
             patterns = [f"{subfolder}/*.safetensors" for subfolder in without_fp16]

@@ -101,9 +101,9 @@ def select(
 ) -> Selection:
     """Select the engines and weights that a deployment serves, for the first of `targets` that has all engines.
 
-    Optional components may lack sizes, and are left out if they have none of the buckets. With adapters, the UNet that
-    takes them as inputs is selected too, if the release has it. The release must have the safety checker if images are
-    checked, and UNets for several bands. The deployment's `components` do not change the selection: see
+    Optional components may lack sizes, and are left out if they have none of the buckets. With adapters, the UNets that
+    take them as inputs are selected too, if the release has them. The release must have the safety checker if images
+    are checked, and UNets for several bands. The deployment's `components` do not change the selection: see
     `Selection.only`. `versions`: runtime -> the server's version of that library; None: the installed ones.
 
     Raises MissingComponent, NoEngineForTarget, EngineError, or ConfigError if UNets that are not 8-bit are to be
@@ -220,7 +220,8 @@ def optional_components(
 ) -> tuple[str, ...]:
     """Return the optional components that the release has engines of for a target. `precision`: of the UNet.
 
-    Those of a ControlNet, and those of an IP-Adapter, are returned all or not at all.
+    The components of a ControlNet or IP-Adapter are returned all or not at all. UNets with features are returned
+    too; those that take adapters only `with_adapters`.
     """
 
     def has_engines(name: str) -> bool:
@@ -228,11 +229,13 @@ def optional_components(
 
     specs = [spec for spec in FAMILIES[manifest.family].specs(*model_parts(manifest.has_refiner)) if spec.optional]
     names = [spec.name for spec in specs]
+    added = _added_components(manifest)
     built = dict.fromkeys(engine.component for engine in manifest.engines)
-    names += [name for name in built if with_adapters and _takes_adapters(name)]
+    of_added = {name for components in added for name in components}
+    names += [name for name in built if name not in of_added and _is_variant(name, with_adapters)]
     names = [name for name in names if has_engines(name)]
-    added = (components for components in _added_components(manifest) if all(map(has_engines, components)))
-    return (*names, *dict.fromkeys(name for components in added for name in components))
+    complete = (components for components in added if all(map(has_engines, components)))
+    return (*names, *dict.fromkeys(name for components in complete for name in components))
 
 
 def _added_components(manifest: Manifest) -> list[list[str]]:
@@ -242,10 +245,10 @@ def _added_components(manifest: Manifest) -> list[list[str]]:
     return [[name for name in names if name in manifest.architectures] for names in of_each]
 
 
-def _takes_adapters(name: str) -> bool:
-    """True for a variant that takes adapters as inputs. Its paired twin is chosen with it."""
+def _is_variant(name: str, with_adapters: bool) -> bool:
+    """True for a UNet with features that a deployment needs. Its paired twin is chosen with it."""
     features = parse_name(name).features
-    return has(features, "adapts") and not has(features, "paired")
+    return bool(features) and not has(features, "paired") and (with_adapters or not has(features, "adapts"))
 
 
 def choose_target(manifest: Manifest, targets: Sequence[Target], names: Sequence[str]) -> str:

@@ -1,5 +1,6 @@
 """The components of all families, by their names in a manifest. Imports no torch."""
 
+from collections import ChainMap
 from dataclasses import replace
 from functools import partial
 
@@ -9,8 +10,11 @@ from model.pipeline.spec import SAFETY, Components, ComponentSpec, Family, added
 from model.store.manifest import Family as FamilyName
 
 FAMILIES: dict[FamilyName, Family] = {"sdxl": sdxl.FAMILY, "sd": sd.FAMILY}
-COMPONENTS: Components = sdxl.FAMILY.components | sd.FAMILY.components | SAFETY
-"""The components of all families. A name means the same network in each of them."""
+COMPONENTS: Components = ChainMap(SAFETY, sd.FAMILY.components, sdxl.FAMILY.components)
+"""The components of all families, in the reverse order of these tables, whose changes it follows.
+
+A name means the same network in each of them.
+"""
 
 
 def find_component(name: str) -> ComponentSpec:

@@ -5,7 +5,8 @@ A component is one network, and `ComponentSpec` has its facts. A new network is 
 builder, and a stage that uses it (model/pipeline/stages.py). Imports no torch.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections import ChainMap
+from collections.abc import Callable, Collection, Iterable, MutableMapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -73,7 +74,7 @@ class ComponentSpec:
         return self.is_denoiser and not has(self.features, "adapts")
 
 
-Components = dict[str, ComponentSpec]
+Components = MutableMapping[str, ComponentSpec]
 EncodeTexts = Callable[[str, str], "dict[str, torch.Tensor]"]
 """Runs a text encoder on what its tokenizer made of the texts of a request. Returns its outputs for all chunks."""
 Pair = tuple[int, int]
@@ -209,8 +210,8 @@ IP_COMPONENTS = table(
     ),
 )  # fmt: skip
 """For each IP-Adapter its image encoder and itself. "image_encoder.style" is the encoder of the adapter "style"."""
-ADDED_COMPONENTS: Components = CONTROL_COMPONENTS | IP_COMPONENTS
-"""The components that a build adds by name: the networks of ControlNets and IP-Adapters."""
+ADDED_COMPONENTS: Components = ChainMap(IP_COMPONENTS, CONTROL_COMPONENTS)
+"""The components that a build adds by name: the networks of ControlNets and IP-Adapters. A view of these tables."""
 
 
 def model_parts(has_refiner: bool) -> tuple[Part, ...]:

@@ -144,6 +144,14 @@ def build(
             "for deployments with the setting `bands_per_image`; repeatable."
         ),
     ] = None,
+    combine: Annotated[
+        str,
+        typer.Option(
+            help="UNets that take several features, so that images with any of them share a batch: all (one UNet with "
+            "all features, if --lora-rank is one of at least two), none, or sets such as control+lora, separated by "
+            "commas. Features: lora, control, image_prompt."
+        ),
+    ] = "all",
     safety_checker: Annotated[
         str | None,
         typer.Option(
@@ -172,7 +180,7 @@ def build(
         workspace, level, with_refiner=not no_refiner, policy=policy, calibrations=destination, vae=vae, preset=preset,
         lora_rank=lora_rank, loras=lora or (), controlnets=controlnet or (), ip_adapters=ip_adapter or (),
         image_encoders=image_encoder or (), ip_images=ip_images, embedding_rows=embedding_rows,
-        text_chunks=text_chunks, safety_checker=safety_checker, bands=bands or (),
+        text_chunks=text_chunks, safety_checker=safety_checker, bands=bands or (), combine=combine,
     )  # fmt: skip
     draft = run_build(destination, plan, jobs)
     if report:

@@ -33,14 +33,15 @@ def parse_plan(
     vae: str | None = None, preset: str | None = None, lora_rank: int = 0,
     loras: Sequence[str] = (), controlnets: Sequence[str] = (), ip_adapters: Sequence[str] = (),
     image_encoders: Sequence[str] = (), ip_images: int = 4, embedding_rows: int = 0, text_chunks: int = 1,
-    safety_checker: str | None = None, bands: Sequence[int] = (),
+    safety_checker: str | None = None, bands: Sequence[int] = (), combine: str = "all",
 ) -> "BuildPlan":  # fmt: skip
     """Parse the arguments of `preheat build`; None and empty select the defaults.
 
-    `controlnets`, `ip_adapters`: NAME=PATH of each. `image_encoders`: folders, see `parse_ip_adapters`.
+    `controlnets`, `ip_adapters`: NAME=PATH of each. `image_encoders`: folders, see `parse_ip_adapters`. `combine`: all,
+    none, or sets of features such as "control+lora,image_prompt+lora".
     `with_refiner` False leaves out the model's own refiner. `calibrations`: the store that has them, for 8 bits.
     Downloads the model if it is a Hub id. Raises typer.BadParameter for an invalid argument, CheckpointError, and for 8
-    bits Fp8Unsupported, Int8Unsupported, CalibrationError and BadPolicy.
+    bits Fp8Unsupported, Int8Unsupported, CalibrationError and BadPolicy. Raises CombinationRefused for `combine`.
     """
     if runtime not in _RUNTIMES:
         raise typer.BadParameter(f"{runtime!r} is not one of {', '.join(_RUNTIMES)}", param_hint="--runtime")
@@ -150,7 +151,9 @@ def parse_plan(
         text_chunks=text_chunks,
         bands=tuple(sorted(set(bands))),
         merge=merge,
+        combine=_parse_combine(combine),
     )
+    plan.check_combinations()
     if plan.quantizes_vae and plan.unquantized_vae_precision != FP16:
         raise typer.BadParameter(
             f"has vae_convolutions, which need a VAE in fp16; this one would be {plan.unquantized_vae_precision} "
@@ -169,6 +172,13 @@ def plan_quantization(
 
     chosen = Policy.read(policy) if policy else DEFAULTS[precision]
     return plan_quantization(base, refiner, chosen, store, precision=precision)
+
+
+def _parse_combine(text: str) -> tuple[frozenset[str], ...] | None:
+    """Return `BuildPlan.combine`."""
+    if text in ("all", "none"):
+        return None if text == "all" else ()
+    return tuple(frozenset(names.split("+")) for names in text.split(","))
 
 
 def parse_precision(text: str, backend: str, option: str) -> Precision:

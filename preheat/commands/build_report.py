@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from rich.table import Column, Table
 
-from model.pipeline.spec import CONTROLLED_UNET, IP_UNET, UNET, VAE_ENCODER
+from model.pipeline.spec import UNET
 from model.store.precision import FP16
 from preheat.console import console, plain, progress_console, steps_bar
 
@@ -33,11 +33,10 @@ def print_plan(plan: "BuildPlan") -> None:
     if read_release_defaults(plan.base, plan.refiner)["scheduler"] == scheduler.sampler:  # not that of defaults.json
         for warning in scheduler.warnings:
             console.print(f"[yellow]warning[/] Its scheduler: {plain(warning)}")
-    console.print(_image_remark(plan))
-    if plan.base.controlnets:
-        console.print(_control_remark(plan))
-    if plan.base.ip_adapters:
-        console.print(_ip_adapter_remark(plan))
+    if plan.base.unet_widths().extra_channels:
+        console.print("The UNet is for inpainting: every request needs an image and masks")
+    console.print(_planned_engines(plan))
+    console.print("Engines that the store has, or that components share, are not compiled again", soft_wrap=True)
 
 
 def print_comparison(result: "BuildResult") -> None:
@@ -57,7 +56,8 @@ def print_comparison(result: "BuildResult") -> None:
 
 def print_engines(result: "BuildResult", target: str) -> None:
     """Print a table of the engines of a target, by its key, and the error of previews."""
-    table = Table("component", "bucket", "precision", "KiB", "compiled", "relative\nerror", box=SIMPLE_HEAD)
+    component = Column("component", overflow="fold")
+    table = Table(component, "bucket", "precision", "KiB", "compiled", "relative\nerror", box=SIMPLE_HEAD)
     for engine in result.draft.engines:
         if engine.target != target:  # the same plans serve it
             continue
@@ -106,32 +106,23 @@ def _source_remark(plan: "BuildPlan") -> str:
     )
 
 
-def _image_remark(plan: "BuildPlan") -> str:
-    """Describe what the build adds for requests with an image."""
-    sizes = len({(size.height, size.width) for size in plan.sizes}) or 1
-    engines = f"{sizes} engine{'s' if sizes > 1 else ''} of {VAE_ENCODER}, for requests with an image"
-    if plan.base.unet_widths().extra_channels:
-        return f"Includes {engines}. The UNet is for inpainting: every request needs an image and masks"
-    return f"Includes {engines}"
+def _planned_engines(plan: "BuildPlan") -> Table:
+    """Return a table of the engines of each component, and the minutes to compile them one after the other.
 
+    The minutes are estimates for AOTInductor. Plans have no estimates.
+    """
+    from engine_builder.backends.aot_inductor.remaining_time import expected_seconds
 
-def _control_remark(plan: "BuildPlan") -> str:
-    """Describe what the build adds for ControlNets."""
-    names, count = ", ".join(name for name, _ in plan.base.controlnets), len(plan.sizes) or 1
-    return (
-        f"Includes {count} engine{'s' if count > 1 else ''} of {CONTROLLED_UNET}, and as many of each ControlNet "
-        f"({names}). ControlNets of one architecture share theirs"
-    )
-
-
-def _ip_adapter_remark(plan: "BuildPlan") -> str:
-    """Describe what the build adds for IP-Adapters."""
-    names, count = ", ".join(files.name for files in plan.base.ip_adapters), len(plan.sizes) or 1
-    images = plan.base.ip_images
-    return (
-        f"Includes {count} engine{'s' if count > 1 else ''} of {IP_UNET}, and two of each IP-Adapter ({names}), for up "
-        f"to {images} reference image{'s' if images > 1 else ''} of each in a request"
-    )
+    table = Table("component", box=SIMPLE_HEAD, show_footer=True)
+    counts = {name: plan.engine_count(name) for name in plan.components}
+    minutes = {name: count * expected_seconds(name, plan.target.device) / 60 for name, count in counts.items()}
+    table.columns[0].footer = "all"
+    table.add_column("engines", str(sum(counts.values())), justify="right")
+    if plan.tensorrt is None:
+        table.add_column("estimated minutes,\none after the other", f"{sum(minutes.values()):.0f}", justify="right")
+    for name, count in counts.items():
+        table.add_row(name, str(count), *([] if plan.tensorrt else [f"{minutes[name]:.1f}"]))
+    return table
 
 
 def _sizes_remark(plan: "BuildPlan") -> str:

@@ -5,7 +5,7 @@
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from model.api.service import Service
 from model.cold_start import ColdStart
 from model.loading.load import Loaded
 from model.pipeline.runner import Runner
+from model.pipeline.stages import STAGES, Stage
 from model.request_fields import GenerationRequest
 from model.scheduling.scheduler import Scheduler
 from model.settings import Limits
@@ -29,9 +30,11 @@ from tests.support.predictions import PREDICT_PATH, TIMEOUT_SECONDS
 
 
 @contextmanager
-def serve_in_process(loaded: Loaded, limits: Limits | None = None, log_prompts: bool = False) -> Iterator[httpx.Client]:
+def serve_in_process(
+    loaded: Loaded, limits: Limits | None = None, log_prompts: bool = False, stages: Sequence[Stage] = STAGES
+) -> Iterator[httpx.Client]:
     """Return a client of a server of this release."""
-    scheduler = Scheduler(Runner(loaded.model), limits or Limits(), lambda: None)
+    scheduler = Scheduler(Runner(loaded.model, stages), limits or Limits(), lambda: None)
     service = Service(loaded.summary, scheduler, ColdStart(), log_prompts)
 
     async def predict(http: Request) -> Response:

@@ -403,19 +403,18 @@ def test_default_sizes_depend_on_the_device(toy_plan: BuildPlan) -> None:
         assert default_sizes(toy_plan.base, replace(toy_plan.target, device=device)) == sizes
 
 
-def test_prints_the_sizes_of_the_build(folder_copy: Path, target: Target, tmp_path: Path) -> None:
+def test_prints_sizes_engines_and_minutes(folder_copy: Path, target: Target, tmp_path: Path) -> None:
+    """Before anything is compiled. Of explicit sizes, text networks have batches 1 and 2, and VAEs one for each."""
     shutil.rmtree(folder_copy / "tokenizer")  # so that the build is refused
-    three = ["--size", "64x64@8", "--size", "96x64", "--size", "64x64@8"]
-    for options, sizes, encoders in (
-        ([], "", "1 engine"),
-        (three, "; sizes @ batch: 64x64@8, 96x64@2", "2 engines"),
+    two_sizes = ["--size", "64x64@8", "--size", "96x64", "--size", "64x64@8", "--lora-rank", "4"]
+    for options, sizes, rows in (
+        ([], "", "text_encoder 1 0.1, unet 1 0.9, all 7 2"),
+        (two_sizes, "; sizes @ batch: 64x64@8, 96x64@2", "text_encoder 2 0.3, unet 2 1.9, unet_lora 2 1.9, all 15 6"),
     ):
         result = CliRunner().invoke(app, ["build", str(folder_copy), "--store", str(tmp_path / "store"), *options])
         assert isinstance(result.exception, CheckpointError)
-        assert " ".join(result.output.split()) == (
-            f"Building copy for {target.key} in fp32{sizes} Includes {encoders} of vae_encoder, for requests with an "
-            "image"
-        )
+        assert " ".join(result.output.split()).startswith(f"Building copy for {target.key} in fp32{sizes} estimated")
+        assert {*rows.split(", ")} <= {" ".join(line.split()) for line in result.output.splitlines()}, result.output
 
 
 def test_no_refiner_leaves_the_models_own_out(toy_folder: Path, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from engine_builder.checkpoints.release_settings import read_model_facts
 from engine_builder.networks import network_check as check
 from engine_builder.networks.config_rules import RULES, UNCHECKED, check_config, rules_of
 from engine_builder.stores.store import open_writable_store
+from model.engines.features import CONTROL, IMAGE_PROMPT, LORA
 from model.loading.target import Target
 from model.pipeline.components import find_component
 from model.store.manifest import Family, ModelFacts
@@ -94,13 +95,17 @@ def test_compares_all_networks_of_a_plan(
     checkpoint = Checkpoint(toy, controlnets=folders, ip_adapters=adapters, safety_checker=checker)
     monkeypatch.setattr(BuildPlan, "network_device", "cpu")
     gpu = replace(target, device="cuda")
-    plan = plan_of(checkpoint, gpu, lora_rank=2, bands=(2,), sizes=(Size(2, 256, 256),))
+    combined = (frozenset({CONTROL, LORA}), frozenset({IMAGE_PROMPT, CONTROL, LORA}))
+    plan = plan_of(checkpoint, gpu, lora_rank=2, bands=(2,), sizes=(Size(2, 256, 256),), combine=combined)
     report = compare_with_diffusers(plan)
-    steps = {name for name in plan.components if find_component(name).phase == "step"} - {"unet_ip"}
+    of_images = {"unet_ip", "unet.image_prompt.control.lora"}
+    steps = {name for name in plan.components if find_component(name).phase == "step"} - of_images
     others = {"text_encoder", "text_encoder_2", "vae_encoder", "vae_decoder", "safety_checker"}
-    of_adapters = {f"image_encoder.{kind}" for kind in kinds} | {f"unet_ip with {kind}" for kind in kinds}
+    of_adapters = {f"{name} with {kind}" for name in of_images for kind in kinds}
+    of_adapters |= {f"image_encoder.{kind}" for kind in kinds}
     assert {one.name for one in report.networks} == steps | others | of_adapters
-    assert {"unet_guided", "unet_lora", "unet_lora_guided", "unet_2_bands", "unet_controlled"} < steps
+    variants = {"unet_guided", "unet_lora", "unet_lora_guided", "unet_2_bands", "unet_controlled", "unet.control.lora"}
+    assert variants < steps
 
 
 MODELS: dict[str, Callable[[Path], Path]] = {

@@ -32,7 +32,7 @@ def test_a_name_says_component_features_and_bands() -> None:
     assert engine_name("unet", {LORA, CONTROL, IMAGE_PROMPT}) == "unet.image_prompt.control.lora"
     assert engine_name("unet", bands=4) == "unet_4_bands" and parse_name("unet_4_bands") == ("unet", frozenset(), 4)
     assert parse_name("controlnet.lora") == ("controlnet.lora", frozenset(), 1)
-    assert parse_name("unet_unconditional").component not in COMPONENTS | ADDED_COMPONENTS
+    assert parse_name("unet_unconditional").component not in {*COMPONENTS, *ADDED_COMPONENTS}
 
 
 def test_features_follow_from_the_signature() -> None:

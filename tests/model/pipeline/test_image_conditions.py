@@ -18,7 +18,6 @@ from engine_builder.checkpoints.folder import Checkpoint, IpAdapterFiles
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.api.describe import describe
 from model.api.resolve import resolve
-from model.denoising.graph_loop import GraphLoop
 from model.denoising.sampler_specs import SAMPLERS
 from model.deployment import ServedAdapters
 from model.engines.engine import EngineSet
@@ -29,7 +28,6 @@ from model.loading.select import select
 from model.loading.served import ServedModel, SizeList, served_model
 from model.loading.target import Target, detect_targets
 from model.loading.warmup import warm_up
-from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import Control, GenerationParams, ImagePrompt
 from model.pipeline.spec import CONTROLLED_UNET, IP_UNET, UNET
 from model.pipeline.text_to_image import generate
@@ -44,7 +42,7 @@ from tests.support.in_process import serve_in_process
 from tests.support.parity import TOLERANCE, box, check_images, image_of, load, params_of, picture, request_of
 from tests.support.predictions import post, predict
 from tests.support.reference import Reference
-from tests.support.static_tokens import with_static_tokens
+from tests.support.static_tokens import with_graph_loop
 
 SIDE = 64
 IMAGES = 3  # the most of an adapter with 6 tokens of an image
@@ -160,12 +158,6 @@ def test_chains_masks_with_conditions(toy: Loaded, reference: Reference) -> None
     check_images(toy.model, reference, params_of(toy, image=picture(5), masks=masks, **uses))
 
 
-def with_graph_loop(toy: Loaded, tokens: int = 77) -> LoadedModel:
-    """Return the model with a loop that has the buffers of a GPU's, and whose graphs run op by op."""
-    denoiser = with_static_tokens(toy.model.denoiser(UNET, SIDE, SIDE), tokens)
-    return replace(toy.model, loops={(UNET, SIDE, SIDE): GraphLoop(denoiser, SIDE, SIDE, toy.model.device)})
-
-
 def test_requests_with_and_without_conditions_share_a_batch(toy: Loaded, reference: Reference) -> None:
     """An image is the same with other images in its batch, which may use any networks and images."""
     batch = [
@@ -182,13 +174,13 @@ def test_requests_with_and_without_conditions_share_a_batch(toy: Loaded, referen
         ),
         params_of(toy, image_prompts=(prompt("plain", 9),), controls=(control("edges", 5),)),
     ]
-    parity.check_batch(reference, batch, toy.model, with_graph_loop(toy))
+    parity.check_batch(reference, batch, toy.model, with_graph_loop(toy.model, SIDE))
 
 
 @pytest.mark.parametrize("in_graphs", [False, True])
 def test_controls_read_prompts_of_several_chunks(in_graphs: bool, toy: Loaded, reference: Reference) -> None:
     """Two equal chunks give the image of one of them. In a batch with a shorter prompt, too."""
-    model = with_graph_loop(toy, 154) if in_graphs else toy.model
+    model = with_graph_loop(toy.model, SIDE, 154) if in_graphs else toy.model
     words = "red circle " * 37 + "red "  # 75 tokens
     one_chunk = params_of(toy, prompt=words, controls=(control("edges"),))
     two_chunks = replace(one_chunk, prompt=words * 2, prompt_syntax="weighted")
@@ -310,7 +302,7 @@ def test_a_release_has_shared_weights_once(store: WritableStore) -> None:
 def test_loras_change_the_conditioned_unets_too(
     uses: dict[str, Any], checkpoint: Checkpoint, store: WritableStore, tmp_path: Path
 ) -> None:
-    """They are merged, because no UNet takes both adapters and conditions as inputs."""
+    """They are merged, because this release has no UNet that takes adapters as inputs."""
     deltas = random_deltas(module_shapes(checkpoint.root), PACKABLE, 4, 0, 0.25)
     file = write_adapter(tmp_path / "style.safetensors", deltas, "peft")
     copied = open_writable_store(copy_store(store, tmp_path / "store"))
