@@ -34,7 +34,7 @@ class EagerLoop:
     def __init__(self, denoiser: Denoiser, height: int, width: int) -> None:
         """`height` and `width` in pixels. Raises EngineError if no engine of the denoiser serves them."""
         self.capacity = denoiser.ranks.size * denoiser.plain.engines.max_batch(height, width)
-        self.costs = StepCosts(denoiser.options(height, width, paired=False))
+        self.costs = StepCosts(denoiser.options(height, width, in_graphs=False))
         self.images: list[ImageState] = []
         self._denoiser = denoiser
         self._height, self._width = height, width

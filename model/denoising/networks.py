@@ -84,15 +84,19 @@ class Denoiser:
         """True if a variant has all of these features."""
         return any(needs <= variant.features for variant in self.variants)
 
-    def options(self, height: int, width: int, paired: bool = True) -> dict[Option, Engine]:
-        """Return the calls that can be made at a size in pixels, with their engines. paired: also of paired ones."""
+    def options(self, height: int, width: int, in_graphs: bool = True) -> dict[Option, Engine]:
+        """Return the calls that can be made at a size in pixels, with their engines.
+
+        in_graphs: each engine runs its largest batch only, and paired engines are used.
+        """
         return {
             Option(number, variant.features, variant.exact, engines is variant.paired, self.ranks.size * batch): engine
             for number, variant in enumerate(self.variants)
-            for engines in (variant.engines, variant.paired if paired else None)
+            for engines in (variant.engines, variant.paired if in_graphs else None)
             if engines is not None
             for engine in reversed(engines.serving(height, width))
-            for batch in range(engine.bucket.batch.min, engine.bucket.batch.max + 1)
+            for span in [engine.bucket.batch]
+            for batch in range(span.max if in_graphs else span.min, span.max + 1)
         }
 
     def engines_of(self, option: Option) -> EngineSet:

@@ -102,7 +102,7 @@ class PredictNoise(PipelineModel):
                 "Use the loop (`preheat export-triton --loop`), or set PREHEAT_PRECISION=fp16.",
             )
         self._denoiser = self.model.denoiser(UNET, self.height, self.width)
-        self._costs = StepCosts(self._denoiser.options(self.height, self.width, paired=False))
+        self._costs = StepCosts(self._denoiser.options(self.height, self.width, in_graphs=False))
         controls = controls_of(self.manifest)
         self._scales = {name: control_tensor(name, CONTROL_SCALE_INPUT) for name in controls}
         self._control_keys = [(name, spec.name) for name in controls for spec in control_specs(self.manifest, name)]
