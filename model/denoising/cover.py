@@ -5,11 +5,12 @@ variant of the denoiser has the features that each of its entries needs. Entries
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
 _LEAST_GAIN = 0.05  # share of a step's seconds that another call must save
-_MAX_ENTRIES = 32  # that are divided in the best way; further ones fill calls of the largest batch
+_MAX_ENTRIES = 32  # that are divided in the best way; further ones fill calls one kind after the other
+_MAX_ENTRIES_OF_MANY = 16  # the same for more than two kinds: with 32 a cover takes up to a second
 
 
 class Kind(NamedTuple):
@@ -78,15 +79,18 @@ def _cover(counts: Sequence[tuple[Kind, int]], seconds: Mapping[Option, float]) 
     left = [count for _, count in counts]
     ordinary = {option: cost for option, cost in seconds.items() if not option.paired}
     paired = {option: cost for option, cost in seconds.items() if option.paired}
-    while sum(left) > _MAX_ENTRIES:
+    while sum(left) > (_MAX_ENTRIES if len(kinds) <= 2 else _MAX_ENTRIES_OF_MANY):
         first = max(range(len(kinds)), key=lambda index: (left[index] > 0, len(kinds[index].needs)))
         option = min(
-            (one for one in ordinary if kinds[first].needs <= one.features), key=lambda one: ordinary[one] / one.batch
+            (one for one in ordinary if kinds[first].needs <= one.features),
+            key=lambda one: ordinary[one] / min(one.batch, left[first]),
         )
         count = min(left[first], option.batch)
-        count -= kinds[first].paired and count % 2
-        left[first] -= count
-        yield Call(option.variant, False, option.batch, ((kinds[first], count),))
+        # What is left of a paired kind is an even number.
+        parts = (count,) if not (kinds[first].paired and count % 2) else (count - 1,) if count > 1 else (1, 1)
+        left[first] -= sum(parts)
+        for part in parts:
+            yield Call(option.variant, False, option.batch, ((kinds[first], part),))
 
     # An entry that fewer variants serve is served first: exchanging it with another one never costs more.
     served = [frozenset(one.variant for one in ordinary if kind.needs <= one.features) for kind in kinds]
@@ -210,13 +214,11 @@ class StepCosts:
         """Replace the seconds of all calls. They are a guess if one is not known."""
         self.is_known = set(self.options) <= set(known)
         self._seconds = {one: known[one] if self.is_known else _guess(one) for one in self.options}
-        self._covers: dict[Counts, Cover] = {}
+        self._cheapest = lru_cache(maxsize=4096)(partial(cheapest, seconds=self._seconds))
 
     def cheapest(self, counts: Counts) -> Cover:
         """Return the calls of a step. See `cheapest`."""
-        if counts not in self._covers:
-            self._covers[counts] = cheapest(counts, self._seconds)
-        return self._covers[counts]
+        return self._cheapest(counts)
 
     def seconds(self, counts: Counts) -> float:
         """Return the seconds of a step, in arbitrary units if they are not known."""

@@ -180,6 +180,7 @@ class GraphLoop:
         image.uncond = None
         self._latent_slot[image], self._cond_slots[image] = latent_slot, cond_slots
         self._held = {}  # the same slots have other conditioning now
+        self._called = ([], None)  # the image may have had other slots when it was here before
         self.images.append(image)
 
     def _copy_conditioning(self, scope: str, slot: int, text: Conditioning, steps: int) -> None:
@@ -215,6 +216,7 @@ class GraphLoop:
 
     def remove(self, image: ImageState) -> None:
         self.images.remove(image)
+        self._called = ([], None)
         del self._latent_slot[image], self._cond_slots[image]
 
     def kind(self, needs: StepNeeds) -> Kind:
@@ -227,10 +229,10 @@ class GraphLoop:
     def step(self, cover: Cover | None = None) -> list[ImageState]:
         called = [(image, image.now) for image in self.images], cover
         if called != self._called:
-            self._called = called
             calls = self._denoiser.calls(self.cover() if cover is None else cover, self.images)
             self._calls = [self._prepare(call) for call in calls]
             self._upload_pairs()
+            self._called = called
         for call in self._calls:
             if call.reads_sums and (call.before or not self._sums_are_zero):
                 self._clear()

@@ -14,6 +14,8 @@ from model.engines.engine import Engine, EngineSet
 from model.engines.features import Input, denoiser_inputs
 from model.errors import EngineError
 
+_MOST_ENTRIES = 32  # of a call, where engines take any number: more make no call cheaper
+
 
 @dataclass(frozen=True, eq=False)
 class StepNetwork:
@@ -96,7 +98,7 @@ class Denoiser:
             if engines is not None
             for engine in reversed(engines.serving(height, width))
             for span in [engine.bucket.batch]
-            for batch in range(span.max if in_graphs else span.min, span.max + 1)
+            for batch in ([span.max] if in_graphs else range(span.min, min(span.max, _MOST_ENTRIES) + 1))
         }
 
     def engines_of(self, option: Option) -> EngineSet:

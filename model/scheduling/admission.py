@@ -1,34 +1,35 @@
 """Decide how many images a loop admits at once.
 
 Where two images take twice as long as one, admitting both delays the first and does not finish the second sooner. So an
-image joins only if it leads to fewer seconds per batch entry, together with those that wait behind it, or if its
-request is short. Once enough wait to fill the loop, all are admitted: throughput then shortens the queue. All that this
-module uses of the device is the duration of its steps.
+image joins only if that saves seconds, together with those that wait behind it, or if its request is short. Once enough
+wait to fill the loop, all are admitted: throughput then shortens the queue. All that this module uses of the device is
+the duration of its steps.
 """
 
 from collections.abc import Iterable
 from typing import NamedTuple
 
-MAX_TIME_RATIO = 0.9  # largest ratio of seconds per entry, more entries to fewer, that counts as an improvement
+MAX_TIME_RATIO = 0.9  # largest ratio of seconds, together to apart, that counts as an improvement
 
 
-class Step(NamedTuple):
-    """A step with its batch entries and its duration in seconds."""
+class Joining(NamedTuple):
+    """The images that run and some of those that wait. Seconds of a step.
 
-    entries: int
-    seconds: float
-
-
-def may_join(now: Step, later: Iterable[Step], fills: bool) -> bool:
-    """True if an image may join a loop that has room for it.
-
-    now: of the images of its size that run, in the base's loop or passed on to the refiner's. later: with this image as
-    well, with the next waiting one, and so on. fills: those that wait leave no room for another one.
+    together: of all of them. apart: of those that run, and of the others at the seconds per entry of steps that have as
+    many entries as run now and are of their own kind.
     """
-    if not now.entries or fills:
-        return True
-    most = MAX_TIME_RATIO * now.seconds / now.entries
-    return any(step.seconds <= most * step.entries for step in later)
+
+    together: float
+    apart: float
+
+
+def may_join(joining: Iterable[Joining], fills: bool) -> bool:
+    """True if an image may join others that run.
+
+    joining: with this image, with the next waiting one as well, and so on. fills: those that wait leave no room for
+    another one.
+    """
+    return fills or any(one.together <= MAX_TIME_RATIO * one.apart for one in joining)
 
 
 def shortens_mean_latency(steps: float, batch: int, images: int, running: int, steps_left: float) -> bool:

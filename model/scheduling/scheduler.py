@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +27,7 @@ import torch
 from model import metrics
 from model.denoising.cover import count_entries
 from model.denoising.loop import ImageState, slots
+from model.denoising.step_plan import StepNeeds
 from model.errors import AdapterError, BrokenImage, PreheatError, Unavailable
 from model.images.encode import Pixels
 from model.pipeline.loaded_model import LoopKey
@@ -34,7 +35,7 @@ from model.pipeline.params import GenerationParams
 from model.pipeline.preview import Preview, PreviewMap
 from model.pipeline.runner import Runner
 from model.scheduling.adapter_turns import AdapterTurns
-from model.scheduling.admission import Step, may_join, shortens_mean_latency
+from model.scheduling.admission import Joining, may_join, shortens_mean_latency
 from model.scheduling.comparison import ImageComparison
 from model.scheduling.in_flight import InFlight
 from model.scheduling.interface import check_queue
@@ -378,7 +379,7 @@ class Scheduler:
     def _may_join(self, job: Job, key: LoopKey) -> bool:
         """True if the first loop of this job can admit one more image of it.
 
-        Admission is limited to what shortens the seconds per entry, with two exceptions. Further images of an admitted
+        Admission is limited to what saves seconds, with two exceptions. Further images of an admitted
         job may join, because it is answered when all are done. So may images of short jobs. Images that have moved to a
         further loop, or that wait to join this one, count as running.
         """
@@ -394,23 +395,37 @@ class Scheduler:
         steps_left = min((owner.plan.steps_left(image) for image, owner in running.items()), default=0)
         if shortens_mean_latency(job.plan.steps, needed * job.num_images, len(running), batch, steps_left):
             return True
-        same_size = [
+        same_loop = [
             other
             for other in self._waiting
-            if other.plan.first.loop[1:] == key[1:] and other.plan.adapters.merged == job.plan.adapters.merged
+            if other.plan.first.loop == key and other.plan.adapters.merged == job.plan.adapters.merged
         ]
-        same_size.sort(key=lambda other: other is not job)
-        waiting = [other.plan.first_needs for other in same_size for _ in other.waiting_images]
+        same_loop.sort(key=lambda other: other is not job)
+        waiting = [other.plan.first_needs for other in same_loop for _ in other.waiting_images]
         room = list(itertools.accumulate((one.slots for one in waiting), initial=batch))
         count = sum(one <= loop.capacity for one in room) - 1
-        of_running = [image.now if image in loop.images else owner.plan.first_needs for image, owner in running.items()]
+        now = [
+            image.now if image in loop.images
+            else owner.plan.first_needs if owner.plan.first.loop == key
+            else StepNeeds(image.now.entries, image.now.slots)  # its features are those of another UNet
+            for image, owner in running.items()
+        ]  # fmt: skip
+        entries = sum(one.entries for one in now)
+        if not entries:
+            return True
 
-        def step(more: int) -> Step:
-            needs = [*of_running, *waiting[:more]]
-            counts = count_entries((loop.kind(one), one.entries) for one in needs)
-            return Step(sum(one.entries for one in needs), loop.costs.seconds(counts))
+        def seconds(needs: Iterable[StepNeeds]) -> float:
+            return loop.costs.seconds(count_entries((loop.kind(one), one.entries) for one in needs))
 
-        return may_join(step(0), map(step, range(1, count + 1)), room[-1] >= loop.capacity)
+        def together_with(more: int) -> Joining:
+            added = waiting[:more]
+            kinds = {loop.kind(one) for one in added}
+            as_many = {kind: entries + kind.paired * (entries % 2) for kind in kinds}
+            of_entry = {kind: loop.costs.seconds(((kind, count),)) / count for kind, count in as_many.items()}
+            apart = sum(one.entries * of_entry[loop.kind(one)] for one in added)
+            return Joining(seconds([*now, *added]), seconds(now) + apart)
+
+        return may_join(map(together_with, range(1, count + 1)), room[-1] >= loop.capacity)
 
     def _leave_queue(self, images: int) -> None:
         with self._wakeup:

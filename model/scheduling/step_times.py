@@ -44,9 +44,10 @@ def measure_step_times(
             loop, denoiser = model.loop(*plan.loop), model.denoiser(*plan.loop)
             is_static = denoiser.plain.engines.is_static(height, width)
             times: dict[Option, float] = {}
-            for option in _measured_options(loop, is_static):
+            ranks = denoiser.ranks.size
+            for option in _measured_options(loop, is_static, ranks):
                 smaller, half = (option._replace(batch=option.batch // share) for share in (2, 4))
-                if not is_static and option.batch > 2:
+                if not is_static and option.batch > 2 * ranks:
                     if smaller not in times or times[smaller] > _LINEAR_RATIO * times[half]:
                         continue
                 image = _image(model, plan.step_plan, option, height, width)
@@ -59,15 +60,19 @@ def measure_step_times(
                 times[option] = min(fastest, seconds)
                 yield
             model.set_step_times(plan.loop, times, for_all_sizes=not is_static)
-            names = {option: f"{denoiser.engines_of(option).component} {option.batch}" for option in times}
+            names = {
+                option: f"{denoiser.engines_of(option).component} {option.batch}"
+                + " in fp16" * (option.exact and not denoiser.plain.exact)
+                for option in times
+            }
             measured[f"{unet} {width}x{height}"] = {names[one]: round(1e3 * times[one], 3) for one in times}
     logger.info(json.dumps({"event": "measured", "step_ms": measured}))
 
 
-def _measured_options(loop: Loop, is_static: bool) -> list[Option]:
-    """Return the calls that are measured: all, or those of batch 1, 2, 4 and so on if any batch is possible."""
+def _measured_options(loop: Loop, is_static: bool, ranks: int) -> list[Option]:
+    """Return the calls that are measured: all, or those of batch 1, 2, 4 and so on of a rank if any is possible."""
     options = [one for one in loop.costs.options if one.batch <= loop.capacity]
-    options = [one for one in options if is_static or one.batch.bit_count() == 1]
+    options = [one for one in options if is_static or (one.batch // ranks).bit_count() == 1]
     return sorted(options, key=lambda one: (one.variant, one.paired, one.batch)) if len(loop.costs.options) > 1 else []
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.rows import percentile
-from model.scheduling.admission import Step, may_join, shortens_mean_latency
+from model.scheduling.admission import Joining, may_join, shortens_mean_latency
 from preheat.replicas.traffic import Traffic
 
 _AUTOSCALER_PERIOD_SECONDS = 5.0  # between two decisions
@@ -126,9 +126,12 @@ class _Replica:
             running = len(self._active)
             left = self._active[0][0] - self._steps if self._active else 0.0
             room = self._server.capacity - running
-            now, *later = map(Step, range(running, self._server.capacity + 1), self._step_time[running:])
+            of_image = self._step_time[running] / max(running, 1)
+            together = self._step_time[running + 1 : running + 1 + len(self.queue)]
+            joining = (Joining(seconds, count * of_image) for count, seconds in enumerate(together, running + 1))
             if not (
-                may_join(now, later[: len(self.queue)], len(self.queue) >= room)
+                not running
+                or may_join(joining, len(self.queue) >= room)
                 or shortens_mean_latency(self.queue[0][1], 1, running, running, left)
             ):
                 break

@@ -149,3 +149,13 @@ def test_many_entries_of_many_kinds_are_divided_at_once() -> None:
     }
     counts = count_entries([(Kind(features), 16) for features in sets])
     check(cheapest(counts, seconds), counts, seconds)
+
+
+@pytest.mark.parametrize("batches", [(1,), (1, 3), (1, 2, 4)])
+def test_many_entries_of_paired_kinds_are_divided_although_the_smallest_batch_is_the_cheapest(
+    batches: tuple[int, ...],
+) -> None:
+    """What is left of a paired kind must be whole images."""
+    counts = ((ZEROS, 40),)
+    seconds = {option: option.batch * (1 + 0.01 * option.batch) for option in options(*batches)}
+    check(cheapest(counts, seconds), counts, seconds)

@@ -1,6 +1,7 @@
 """Images join and leave a loop between steps. The result of each is independent of the others, in both loops."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,6 +54,23 @@ def test_images_join_between_steps_and_finish_independently(make_loop: MakeLoop,
     assert loop.step() == [first] and loop.images == []
     assert_latents(first.latents, num_inference_steps=4)
     assert_latents(second.latents, num_inference_steps=2, scheduler="Euler a")
+
+
+@both_loops
+def test_an_image_returns_for_its_next_pass_in_another_slot(make_loop: MakeLoop, model: LoadedModel) -> None:
+    loop = make_loop(bucketed(model, 2, 4))
+    changes: dict[str, Any] = {"seed": 2, "negative_prompt": "four", "prompt": "two words"}
+    shorter = make_image(model, seed=1, negative_prompt="four")
+    image = make_image(model, num_inference_steps=5, **changes)
+    loop.add(shorter)
+    loop.add(image)
+    loops.run_to_end(loop)
+    following = make_image(model, num_inference_steps=5, **changes)
+    state = ("plan", "step", "latents", "cond", "uncond", "generator")
+    vars(image).update({name: getattr(following, name) for name in state})
+    loop.add(image)
+    loops.run_to_end(loop)
+    assert_latents(image.latents, num_inference_steps=5, **changes)
 
 
 @both_loops

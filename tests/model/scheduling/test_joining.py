@@ -6,12 +6,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from model.denoising.cover import Kind, Option, StepCosts
+from model.denoising.eager_loop import EagerLoop
 from model.errors import Overloaded
 from model.pipeline import spec
-from model.scheduling.admission import Step, may_join, shortens_mean_latency
+from model.pipeline.loaded_model import LoadedModel
+from model.pipeline.params import GenerationParams
+from model.pipeline.request_plan import RequestPlan
+from model.scheduling.admission import Joining, may_join, shortens_mean_latency
 from model.scheduling.scheduler import Scheduler
 from model.settings import Limits
-from tests.support.scheduling import Gate, params, paused, results
+from tests.support.scheduling import HEIGHT, WIDTHS, Gate, params, paused, results
 from tests.support.waiting import eventually
 
 
@@ -102,6 +107,49 @@ def test_images_in_the_refiner_count_as_running(gate: Gate, scheduler: Scheduler
     assert [(step.unet, step.seeds) for step in gate.steps] == [(unet, [seed]) for seed in (0, 1) for unet in unets]
 
 
+def test_an_image_whose_entries_share_no_call_with_those_that_run_waits(
+    gate: Gate, scheduler: Scheduler, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Together they take as long as apart. That its entries take less time each is no gain."""
+    gate.limit_batch(capacity=8, efficient=1)
+    loop = model.loop(spec.UNET, HEIGHT, WIDTHS[1])
+    seconds = {True: 0.026, False: 0.014}
+    options = [Option(1 - exact, frozenset(), exact, False, 1) for exact in seconds]
+    monkeypatch.setattr(loop, "costs", StepCosts(options))
+    loop.costs.replace({one: seconds[one.exact] for one in options})
+    monkeypatch.setattr(loop, "kind", lambda needs: Kind(frozenset(), exact=needs.guided))
+    with paused(scheduler):
+        jobs = [scheduler.submit(params(0)), scheduler.submit(params(1, guidance_scale=1.0))]
+    gate.open()
+    results(*jobs)
+    assert [0, 1] not in gate.seeds
+
+
+def test_an_image_that_starts_in_the_refiner_ignores_what_others_need_of_the_base(
+    gate: Gate, scheduler: Scheduler, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate.limit_batch(capacity=8, efficient=1)
+    base = model.loop(spec.UNET, HEIGHT, WIDTHS[1])
+    assert isinstance(base, EagerLoop)
+    monkeypatch.setitem(vars(base._denoiser), "kind", lambda needs: Kind(frozenset(), paired=needs.guided))
+    plan_request = scheduler.runner.plan
+
+    def plan(asked: GenerationParams) -> RequestPlan:
+        plan = plan_request(asked)
+        if asked.seed == 0:
+            first = plan.first.step_plan
+            vars(first).update(needs=(frozenset({"lora"}),) * first.steps)
+        return plan
+
+    monkeypatch.setattr(scheduler.runner, "plan", plan)
+    levels = np.zeros((HEIGHT, WIDTHS[1], 3), np.uint8)
+    refined = params(1, use_refiner=True, image=levels, strength=0.25, num_inference_steps=12, denoising_frac=0.5)
+    with paused(scheduler):
+        jobs = [scheduler.submit(params(0, num_inference_steps=3)), scheduler.submit(refined)]
+    gate.open()
+    results(*jobs)
+
+
 def test_sizes_alternate_step_by_step(gate: Gate, scheduler: Scheduler) -> None:
     jobs = [scheduler.submit(params(seed, width=width)) for seed, width in enumerate((64, 64, 96, 96, 64))]
     gate.open()
@@ -153,7 +201,6 @@ H200 = {1: 0.0308, 2: 0.059, 4: 0.115, 8: 0.227}  # images -> seconds a step, at
 @pytest.mark.parametrize(
     ("step_seconds", "running", "waiting", "joins"),
     [
-        (H200, 0, 1, True),
         (H200, 1, 1, False),
         (H200, 1, 6, False),
         (H200, 1, 7, True),  # they fill the loop
@@ -172,8 +219,11 @@ def test_more_entries_must_save_ten_percent_of_each(
 ) -> None:
     capacity = max(step_seconds)
     seconds = np.interp(range(capacity + 1), [*step_seconds], [*step_seconds.values()])
-    now, *later = (Step(count, float(seconds[count])) for count in range(running, min(running + waiting, capacity) + 1))
-    assert may_join(now, later, running + waiting >= capacity) is joins
+    joining = [
+        Joining(float(seconds[count]), float(count * seconds[running] / running))
+        for count in range(running + 1, min(running + waiting, capacity) + 1)
+    ]
+    assert may_join(joining, running + waiting >= capacity) is joins
 
 
 @pytest.mark.parametrize("images, entries, steps_left, batch", [(1, 2, 10, 1), (2, 2, 12, 4), (7, 1, 9, 2)])
