@@ -7,7 +7,7 @@ after a while. Until then the benchmarks of the release count, and without these
 
 import json
 import logging
-import math
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -24,7 +24,8 @@ from model.pipeline.request_plan import plan_request
 
 logger = logging.getLogger("preheat")
 
-_NOISE_RATIO = 0.98  # a step counts as faster if its time is below this share of the fastest so far
+# On a GPU, whose first steps after a pause run at other clocks: steps in a row, until they have taken so long.
+_LEAST_STEPS, _MOST_STEPS, _STEADY_SECONDS = 3, 16, 0.15
 _LINEAR_RATIO = 1.8  # of the seconds of twice the batch: from here on a larger batch saves nothing
 
 
@@ -51,14 +52,13 @@ def measure_step_times(
                     if smaller not in times or times[smaller] > _LINEAR_RATIO * times[half]:
                         continue
                 image = _image(model, plan.step_plan, option, height, width)
-                fastest = math.inf
-                while (seconds := _step_seconds(probe, loop, image, option)) < _NOISE_RATIO * fastest:
-                    fastest = seconds
-                    yield
-                    if not probe.clocks_rise:
+                steps: list[float] = []
+                for number in range(_MOST_STEPS if probe.clocks_rise else 1):
+                    if number >= _LEAST_STEPS and sum(steps) >= _STEADY_SECONDS:
                         break
-                times[option] = min(fastest, seconds)
-                yield
+                    steps.append(_step_seconds(probe, loop, image, option))
+                    yield
+                times[option] = statistics.median(steps[1:] or steps)
             model.set_step_times(plan.loop, times, for_all_sizes=not is_static)
             names = {
                 option: f"{denoiser.engines_of(option).component} {option.batch}"
@@ -73,7 +73,7 @@ def _measured_options(loop: Loop, is_static: bool, ranks: int) -> list[Option]:
     """Return the calls that are measured: all, or those of batch 1, 2, 4 and so on of a rank if any is possible."""
     options = [one for one in loop.costs.options if one.batch <= loop.capacity]
     options = [one for one in options if is_static or (one.batch // ranks).bit_count() == 1]
-    return sorted(options, key=lambda one: (one.variant, one.paired, one.batch)) if len(loop.costs.options) > 1 else []
+    return sorted(options, key=lambda one: (one.batch, one.variant, one.paired)) if len(loop.costs.options) > 1 else []
 
 
 def _image(model: LoadedModel, plan: StepPlan, option: Option, height: int, width: int) -> ImageState:
