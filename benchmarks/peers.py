@@ -64,11 +64,11 @@ def find_peer(model: str, params: GenerationParams) -> Checkpoint:
     folder, _ = find_checkpoints(model, None)
     if params.use_refiner:
         raise RequestRefused("use_refiner", "a peer has no refiner: omit --refiner or --peer.")
-    if params.guidance_scale > 1 and params.end_cfg_frac < 1:
+    if params.guidance_scale > 1 and (params.guidance_start, params.guidance_end) != (0, 1):
         raise RequestRefused(
-            "end_cfg_frac",
-            f"this release ends its guidance after {params.end_cfg_frac:g} of the steps, and a peer does not: publish "
-            "it without that default (defaults.json).",
+            "guidance_end",
+            f"this release guides the steps from {params.guidance_start:g} to {params.guidance_end:g} only, and a peer "
+            "guides all: publish it without that default (defaults.json).",
         )
     peer_sampler = read_scheduler(folder).sampler
     if params.scheduler != peer_sampler:

@@ -15,6 +15,7 @@ from model.pipeline.params import Task
 # Upper bounds of the histograms.
 _SECONDS_BOUNDS = (0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 3, 5, 8, 13, 20, 30, 60, 120, 300)
 _IMAGES_BOUNDS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+_EVALUATIONS_BOUNDS = (1, 2, 4, 8, 12, 16, 20, 25, 30, 40, 50, 75, 100)
 _DECIBELS_BOUNDS = (5, 10, 15, 20, 25, 30, 35, 40, 45, 50, 60)
 
 REQUESTS = Counter("preheat_requests_total", "Requests answered, by HTTP status.", ["status"])
@@ -40,6 +41,11 @@ STEP_SECONDS = Histogram(
     buckets=_SECONDS_BOUNDS,
 )
 STEPS = Counter("preheat_steps_total", "Denoising steps. One step advances all images of a loop.", ["component"])
+IMAGE_EVALUATIONS = Histogram(
+    "preheat_image_evaluations",
+    "Evaluations of the UNet for a finished image. With forecasts they are fewer than its steps.",
+    buckets=_EVALUATIONS_BOUNDS,
+)
 STAGE_SECONDS = Histogram(
     "preheat_stage_seconds",
     "Request time by stage in seconds: text, denoise, refine, decode, encode.",

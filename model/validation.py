@@ -49,6 +49,7 @@ ImageFormat = Literal["png", "jpeg", "webp"]
 PromptSyntax = Literal["plain", "weighted"]
 Resize = Literal["refuse", "stretch", "crop", "pad"]
 Safety = Literal["off", "flag", "blank"]
+Forecast = Literal["off", "quality", "fast"]
 
 
 class StrictModel(BaseModel):

@@ -50,6 +50,12 @@ CAPABILITIES: Tests = {
         "tests/model/pipeline/test_embedding_tokens.py::test_finds_whole_tokens_as_the_tokenizer_reads",
         "tests/model/pipeline/test_embedding_tokens.py::test_an_embedding_moves_to_the_next_chunk",
     ),
+    "forecasts": (
+        "tests/model/pipeline/test_forecasts.py::test_each_sampler",
+        "tests/model/pipeline/test_forecasts.py::test_everything_that_a_request_can_contain",
+        "tests/model/pipeline/test_combined_features.py::test_images_of_a_batch_with_forecasts",
+        "tests/model/scheduling/test_results.py::test_progress_counts_the_sampler_s_steps",
+    ),
     "refiner": ("tests/model/pipeline/test_pipeline_parity.py::test_some_requests_of_a_batch_use_the_refiner",),
     "long and weighted prompts": (
         "tests/model/pipeline/test_weighted_prompt.py::test_image_is_that_of_diffusers",

@@ -9,9 +9,11 @@ import numpy as np
 import torch
 
 from model.denoising.edm_schedule import AnyNoiseSchedule, EdmSchedule
+from model.denoising.loop_schedule import KEPT, NOISE, STATE, X, device_rows, loop_schedule
 from model.denoising.noise_schedule import NoiseSchedule
 from model.denoising.sampler_specs import EULER, sampler_spec
-from model.denoising.samplers import most_steps, pad_schedules, sampler_schedule
+from model.denoising.samplers import most_steps, sampler_schedule
+from model.denoising.step import advance
 
 MAX_DIFFERENCE = 5e-4  # of `compare_sampler`: above rounding, and below the difference of one timestep
 COMPARED_STEPS = (5, 20)
@@ -68,19 +70,18 @@ def _compare(scheduler: Any, noise_schedule: AnyNoiseSchedule, sampler: str, ste
     latents, expected = ours[0] * schedule.init_sigma, theirs[0] * scheduler.init_noise_sigma
     accepted = set(inspect.signature(scheduler.step).parameters)
     extra = {key: value for key, value in (("eta", 0.0), ("generator", theirs[1])) if key in accepted}
-    timesteps, coefficients = pad_schedules([schedule], schedule.steps)
-    previous, noise = torch.zeros(_SHAPE), torch.zeros(_SHAPE)
-    differences = [_difference(torch.from_numpy(timesteps[0]), scheduler.timesteps)]
+    evaluations = loop_schedule(schedule)
+    rows = torch.from_numpy(device_rows(evaluations, schedule.steps))
+    state = torch.zeros(1, STATE, *_SHAPE[1:])
+    state[:, X] = latents
+    differences = [_difference(torch.tensor(schedule.timesteps, dtype=torch.float32), scheduler.timesteps)]
     for i, t in enumerate(scheduler.timesteps):
-        c_in, a, b, x_coef, denoised_coef, prev_coef, noise_coef = coefficients[0, i, :7].tolist()
-        differences.append(_difference(c_in * latents, scheduler.scale_model_input(expected, t)))
-        denoised = a * latents + b * predictions[i]
+        differences.append(_difference(rows[i, 0] * state[:, X], scheduler.scale_model_input(expected, t)))
         if schedule.draws_noise[i]:
-            noise = torch.randn(_SHAPE, generator=ours[1])
-        latents = x_coef * latents + denoised_coef * denoised + prev_coef * previous + noise_coef * noise
-        previous = denoised
+            state[:, NOISE] = torch.randn(_SHAPE, generator=ours[1])
+        advance(state, predictions[i], torch.tensor([i % KEPT]), rows[i, 1:-2].reshape(1, 2, STATE))
         expected = scheduler.step(predictions[i], t, expected, **extra, return_dict=False)[0]
-        differences.append(_difference(latents, expected))
+        differences.append(_difference(state[:, X], expected))
     return max(differences)
 
 

@@ -17,7 +17,8 @@ from engine_builder.triton_repository.config import ANY, EnsembleStep, Tensor, T
 from engine_builder.triton_repository.write_repository import RepositoryError, Versions
 from model.denoising.buffers import SAMPLE, entry_shape
 from model.denoising.edm_schedule import schedule_from_dict
-from model.denoising.samplers import COEFFICIENTS, KNOWN_COEFFICIENTS, sampler_schedule
+from model.denoising.loop_schedule import ROW_WIDTH
+from model.denoising.samplers import sampler_schedule
 from model.engines.features import CONTROLNET_INPUTS
 from model.engines.signatures import KEYS_VALUES, TIMESTEP_COND, control_types
 from model.loading.served import read_defaults
@@ -89,6 +90,12 @@ def unrolled_models(manifest: Manifest, steps: int) -> dict[str, TritonModel]:
             "unrolled pipeline does not do.",
             "Write the repository with --loop.",
         )
+    if defaults.forecast != "off":
+        raise RepositoryError(
+            f"Release {manifest.name} forecasts some of the steps by default (`forecast`), and the unrolled pipeline "
+            "keeps no predictions.",
+            "Write the repository with --loop.",
+        )
     denoiser = FAMILIES[manifest.family].base
     unet, time, text = (_engine(manifest, name) for name in (denoiser.unet, denoiser.time, denoiser.text))
     if {spec.name for spec in unet.signature.inputs} != _UNET_INPUTS or unet.signature.extra_channels:
@@ -116,7 +123,7 @@ def unrolled_models(manifest: Manifest, steps: int) -> dict[str, TritonModel]:
     conditioning += tuple(
         tensor for name in controls_of(manifest) for tensor in _control_conditioning(manifest, name, texts, steps)
     )
-    coefficients = Tensor(COEFFICIENT_ROWS, "FP32", (steps, len(COEFFICIENTS + KNOWN_COEFFICIENTS)))
+    coefficients = Tensor(COEFFICIENT_ROWS, "FP32", (steps, ROW_WIDTH))
     draws = Tensor(DRAWS, "INT32", (steps,))
     from_image: tuple[Tensor, ...] = ()
     known: tuple[Tensor, ...] = ()

@@ -6,8 +6,8 @@ import * as problems from "./problems.js";
 
 const SETTINGS = "preheat.settings";
 const VALUES = [
-  "model", "prompt", "negative_prompt", "size", "width", "height", "scheduler", "num_inference_steps", "guidance_scale",
-  "num_images", "seed", "output_format", "strength", "resize",
+  "model", "prompt", "negative_prompt", "size", "width", "height", "scheduler", "forecast", "num_inference_steps",
+  "guidance_scale", "num_images", "seed", "output_format", "strength", "resize",
 ];
 const NUMBERS = ["width", "height", "num_inference_steps", "guidance_scale", "num_images", "seed", "strength"];
 const find = (id) => document.getElementById(id);
@@ -64,6 +64,7 @@ export function offer(model, settings) {
   const guidance = settings.guidance_scale ?? "";
   find("guidance_scale").value = guidance === "" ? model.defaults.guidance_scale : guidance; // 0 is a value
   find("scheduler").value = model.samplers.includes(settings.scheduler) ? settings.scheduler : model.defaults.scheduler;
+  offerForecasts(model, settings.forecast);
   Object.assign(find("num_inference_steps"), {max: limits.steps});
   Object.assign(find("guidance_scale"), {max: limits.guidance});
   Object.assign(find("num_images"), {max: limits.images});
@@ -78,6 +79,14 @@ export function offer(model, settings) {
   if (model.image_sizes === null) files.remove();
   networks.offer(model);
   showFit();
+}
+
+// Offer the forecasts of the chosen sampler.
+export function offerForecasts(model, wanted) {
+  const levels = model.forecasts?.[find("scheduler").value] ?? ["off"]; // older servers have none
+  setOptions(find("forecast"), levels);
+  find("forecast").value = [wanted, model.defaults.forecast].find((level) => levels.includes(level)) ?? "off";
+  find("forecast-field").hidden = levels.length < 2;
 }
 
 // Show the settings of a finished image.
@@ -113,6 +122,7 @@ export async function request(model) {
   const values = {prompt: find("prompt").value, output_format: find("output_format").value};
   if (find("negative_prompt").value) values.negative_prompt = find("negative_prompt").value;
   values.scheduler = find("scheduler").value;
+  if (!find("forecast-field").hidden) values.forecast = find("forecast").value;
   if (model.has_refiner) values.use_refiner = find("use_refiner").checked;
   for (const id of NUMBERS) if (find(id).value !== "") values[id] = Number(find(id).value);
   if (model.sizes.sizes) [values.width, values.height] = find("size").value.split(" x ").map(Number);

@@ -104,6 +104,7 @@ function show(item) {
     ["Size", `${result.width} x ${result.height}`],
     ["Seed", result.seed],
     ["Sampler", settings.scheduler],
+    ["Forecast", settings.forecast === "off" ? undefined : settings.forecast],
     ["Steps", settings.num_inference_steps],
     ["Guidance", settings.guidance_scale],
     ["LoRA", settings.loras?.map((lora) => `${lora.name} ${lora.scale}`).join(", ")],

@@ -156,6 +156,7 @@ find("model").addEventListener("change", () => {
   form.offer(model(), {prompt: find("prompt").value, negative_prompt: find("negative_prompt").value});
   showServer();
 });
+find("scheduler").addEventListener("change", () => form.offerForecasts(model(), find("forecast").value));
 find("key").addEventListener("change", () => {
   sessionStorage.setItem(KEY, find("key").value);
   problems.clear();

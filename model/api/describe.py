@@ -2,7 +2,7 @@
 
 from typing import Literal, TypedDict
 
-from model.denoising.sampler_specs import HEUN, LCM
+from model.denoising.sampler_specs import HEUN, LCM, SPECS
 from model.loading.served import ServedRelease, SizeRange, Sizes
 from model.validation import (
     MAX_CONTROLS,
@@ -30,6 +30,7 @@ class Description(TypedDict):
     requires_masks: bool  # true: the model was trained for inpainting only
     has_refiner: bool  # true: `use_refiner` is accepted
     samplers: list[str]  # accepted values of `scheduler`
+    forecasts: dict[str, list[str]]  # by sampler the accepted values of `forecast`
     safety: Safety  # what happens with images that the safety checker flags; with "blank" there are no previews
     loras: list[str]  # names of the adapters that this deployment offers
     controlnets: dict[str, int]  # by ControlNet the number of types of control images, 0 unless it is a Union network
@@ -55,6 +56,7 @@ def describe(release: ServedRelease) -> Description:
         "requires_masks": served.requires_masks,
         "has_refiner": served.has_refiner,
         "samplers": list(release.samplers),
+        "forecasts": {name: ["off", *SPECS[name].forecasts] for name in release.samplers},
         "safety": served.safety,
         "loras": list(served.loras),
         "controlnets": dict(served.controlnets),

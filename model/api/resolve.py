@@ -9,6 +9,8 @@ from typing import Any
 
 from model.api.request import without_images
 from model.denoising.sampler_specs import (
+    check_forecast,
+    check_guidance,
     check_refiner,
     check_spacing,
     check_steps,
@@ -44,12 +46,17 @@ def resolve(
     empty = {"negative_prompt": None, "width": width, "height": height, "seed": RANDOM_SEED}
     asked = request.model_dump(exclude_none=True, exclude=_ABOUT_ANSWER | _IMAGES_AND_NETWORKS)
     asked = {name: tuple(value) if isinstance(value, list) else value for name, value in asked.items()}
+    if (end := asked.pop("end_cfg_frac", None)) is not None and asked.setdefault("guidance_end", end) != end:
+        raise RequestRefused("end_cfg_frac", "is the older name of `guidance_end`. Leave one of the two out.")
     values = served.defaults.model_dump() | empty | asked
     if values["seed"] == RANDOM_SEED:
         values["seed"] = secrets.randbelow(SEED_COUNT)
     sampler = sampler_spec(values["scheduler"])
     values["scheduler"] = sampler.name
     check_spacing(sampler, request.timesteps, request.sigmas)
+    check_guidance(values["guidance_start"], values["guidance_end"])
+    if request.forecast is not None:
+        check_forecast(sampler, request.forecast)
     values["num_inference_steps"] = _step_count(request, values["num_inference_steps"])
     check_steps(values["num_inference_steps"], sampler)
     try:

@@ -143,8 +143,8 @@ class Service:
         await events.get()
         if (failure := job.result.exception()) is not None:
             return self._error_response(context, failure)
-        body = self._body(context, job.result.result())
-        self._log(context, 200, timings=body["timings"])
+        body = self._body(context, result := job.result.result())
+        self._log(context, 200, timings=body["timings"], evaluations=result.evaluations)
         if http.headers.get("Content-Type", "").startswith("application/octet-stream"):
             return body
         # Writing megabytes of base64 would block the event loop.
@@ -245,8 +245,8 @@ class Service:
             response = self._error_response(context, error)
             yield _line("error", status=response.status_code, **json.loads(bytes(response.body)))
             return
-        body = self._body(context, job.result.result())
-        self._log(context, 200, timings=body["timings"])
+        body = self._body(context, result := job.result.result())
+        self._log(context, 200, timings=body["timings"], evaluations=result.evaluations)
         fields = ("status", "time", "timings", "warnings", "engine")
         yield _line("done", **{key: value for key, value in body.items() if key in fields})
 
@@ -296,8 +296,9 @@ class Service:
         if (params := context.params) is not None:
             entry |= {
                 "task": params.task, "width": params.width, "height": params.height,
-                "steps": params.num_inference_steps, "scheduler": params.scheduler, "refiner": params.use_refiner,
-                "images": params.num_images, "loras": [name for name, _ in params.loras], "seed": params.seed,
+                "steps": params.num_inference_steps, "scheduler": params.scheduler, "forecast": params.forecast,
+                "refiner": params.use_refiner, "images": params.num_images, "seed": params.seed,
+                "loras": [name for name, _ in params.loras],
             }  # fmt: skip
         if self._log_prompts:
             entry["prompt"] = context.prompt

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from model.denoising.samplers import COEFFICIENTS, KNOWN_COEFFICIENTS
+from model.denoising.loop_schedule import ROW_WIDTH, STATE
 from model.engines.features import Input
 from model.engines.shapes import shape_at
 from model.engines.signatures import TOKENS
@@ -95,8 +95,7 @@ def buffer_shapes(networks: Sequence[NetworkShape], height: int, width: int) -> 
     latent = entry_shape(noise, height, width)
     latents = BufferShape((latent_slots, *latent))
     shapes = {
-        "latents": latents,
-        "previous": latents,
+        "state": BufferShape((latent_slots, STATE, *latent)),
         "noise": latents,
         "known": latents,
         "known_noise": latents,
@@ -105,7 +104,7 @@ def buffer_shapes(networks: Sequence[NetworkShape], height: int, width: int) -> 
         # The last row of this buffer, and of the sums, is never read: the entries that pad a batch write to it.
         "predictions": BufferShape((cond_slots + 1, *latent), noise.dtype),
         # The guidance scale and its rescaling are last.
-        "coefficients": BufferShape((latent_slots, MAX_STEPS, len(COEFFICIENTS + KNOWN_COEFFICIENTS) + 2)),
+        "coefficients": BufferShape((latent_slots, MAX_STEPS, ROW_WIDTH + 2)),
         "steps": BufferShape((latent_slots,), "int64"),
         "slot_indices": BufferShape((latent_slots,), "int64"),
         "pairs": BufferShape((2, latent_slots), "int64"),

@@ -1,31 +1,32 @@
 """The denoising loop op by op, in the smallest buckets that hold the active images. Runs on any device."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from model.denoising.buffers import SAMPLE, entry_shape
 from model.denoising.cover import Cover, Kind, StepCosts
 from model.denoising.loop import ImageState, has_room
+from model.denoising.loop_schedule import KEPT, NOISE, PREVIOUS, STATE, X, device_rows
 from model.denoising.networks import Denoiser
 from model.denoising.prediction import predict_noise
-from model.denoising.samplers import KNOWN_COEFFICIENTS, pad_schedules
 from model.denoising.step import advance, draw_noise, keep_known
 from model.denoising.step_plan import StepNeeds
 
 
-@dataclass
-class _Tensors:
-    """The tensors of an active image. `coefficients` are on the host.
+class _Tensors(NamedTuple):
+    """The tensors of an active image.
 
-    x, previous: float32 [1, channels, height/8, width/8]; coefficients: [steps, 9].
+    state: float32 [1, STATE, channels, height/8, width/8]. rows: float32 [evaluations, ROW_WIDTH].
     """
 
-    x: torch.Tensor
-    previous: torch.Tensor
-    coefficients: NDArray[np.float32]
+    state: torch.Tensor
+    rows: torch.Tensor
+
+    @property
+    def latents(self) -> torch.Tensor:
+        """A view of the latents, [1, channels, height/8, width/8]."""
+        return self.state[:, X]
 
 
 class EagerLoop:
@@ -43,8 +44,10 @@ class EagerLoop:
     def add(self, image: ImageState) -> None:
         assert image.step < image.plan.steps and has_room(self, image.now.slots)
         image.wait_for_inputs()
-        coefficients = pad_schedules([image.plan.schedule], image.plan.steps)[1][0]
-        self._tensors[image] = _Tensors(image.latents.clone(), torch.zeros_like(image.latents), coefficients)
+        state = image.latents.new_zeros((1, STATE, *image.latents.shape[1:]))
+        state[:, X] = image.latents
+        rows = torch.from_numpy(device_rows(image.plan.schedule, image.plan.steps)).to(state.device)
+        self._tensors[image] = _Tensors(state, rows)
         self.images.append(image)
 
     def remove(self, image: ImageState) -> None:
@@ -60,32 +63,28 @@ class EagerLoop:
     @torch.inference_mode()
     def step(self, cover: Cover | None = None) -> list[ImageState]:
         cover = self.cover() if cover is None else cover
-        images, states = self.images, [self._tensors[image] for image in self.images]
-        x = torch.cat([state.x for state in states])  # float32 [images, channels, height/8, width/8]
-        previous = torch.cat([state.previous for state in states])
-        of_steps = [state.coefficients[image.step] for image, state in zip(images, states, strict=True)]
-        coefficients = torch.from_numpy(np.stack(of_steps)).to(x.device)  # [images, 9]
-        c_in, *update = coefficients.T.reshape(-1, len(images), 1, 1, 1)
-        update, keep = update[: -len(KNOWN_COEFFICIENTS)], update[-len(KNOWN_COEFFICIENTS) :]
-        eps = predict_noise(self._denoiser, cover, images, self._model_input(c_in * x), self._height, self._width)
-        advance(x, previous, eps, draw_noise(images, x), update)
-        for index, image in enumerate(images):
-            if image.known is not None:
-                entry = slice(index, index + 1)
-                keep_known(x[entry], image.known, [coefficient[entry] for coefficient in keep], out=x[entry])
+        images, tensors = self.images, [self._tensors[image] for image in self.images]
+        rows = [one.rows[image.step] for image, one in zip(images, tensors, strict=True)]
+        scaled = torch.cat([row[0] * one.latents for row, one in zip(rows, tensors, strict=True)])
+        predictions = predict_noise(self._denoiser, cover, images, self._model_input(scaled), self._height, self._width)
         finished = []
-        for image, state, *tensors in zip(images, states, torch.split(x, 1), torch.split(previous, 1), strict=True):
-            state.x, state.previous = tensors
+        for image, one, row, prediction in zip(images, tensors, rows, torch.split(predictions, 1), strict=True):
+            if (noise := draw_noise(image, one.latents.shape[1:])) is not None:
+                one.state[:, NOISE] = noise.to(one.state.device)
+            position = torch.tensor([image.step % KEPT], device=one.state.device)
+            advance(one.state, prediction, position, row[1:-2].reshape(1, 2, STATE))
+            if image.known is not None:
+                keep_known(one.latents, image.known, row[-2:], out=one.latents)
             image.step += 1
             if image.step == image.plan.steps:
-                image.latents = state.x
+                image.latents = one.latents.clone()
                 finished.append(image)
         for image in finished:
             self.remove(image)
         return finished
 
     def latents(self, image: ImageState) -> torch.Tensor:
-        return self._tensors[image].previous.clone()
+        return self._tensors[image].state[:, PREVIOUS].clone()
 
     def _model_input(self, scaled: torch.Tensor) -> torch.Tensor:
         """Return the UNet's input of each image: its scaled latents, and its extra channels if the UNet has more."""

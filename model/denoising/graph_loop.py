@@ -34,8 +34,8 @@ from model.denoising.buffers import BY_ENTRY, BY_SLOT, MAPPING, SAMPLE, SUM, Net
 from model.denoising.cover import Cover, Kind, StepCosts
 from model.denoising.inputs import gather_inputs, repeat_tokens
 from model.denoising.loop import Conditioning, ImageState, Known, has_room
+from model.denoising.loop_schedule import KEPT, NOISE, PREVIOUS, STATE, X, device_rows
 from model.denoising.networks import Denoiser, StepCall
-from model.denoising.samplers import pad_schedules
 from model.denoising.step import advance, draw_noise, guide, keep_known
 from model.denoising.step_plan import StepNeeds
 from model.engines.engine import Engine, EngineSet
@@ -138,9 +138,9 @@ class GraphLoop:
         def named(prefix: str) -> dict[str, torch.Tensor]:
             return {name.removeprefix(prefix): buffers[name] for name in buffers if name.startswith(prefix)}
 
-        self._latents, self._noise, self._model_input = (buffers[name] for name in ("latents", "noise", "model_input"))
+        self._state, self._noise, self._model_input = (buffers[name] for name in ("state", "noise", "model_input"))
+        self._latents, self._denoised = self._state[:, X], self._state[:, PREVIOUS]
         self._known = Known(buffers["known"], buffers["known_noise"], buffers["mask"].fill_(1))
-        self._denoised = buffers["previous"]  # the estimates after the last step, which the next step reads
         self._coefficients, self._steps_done = buffers["coefficients"], buffers["steps"]
         self._latent_slot_indices = buffers["slot_indices"].copy_(torch.arange(len(self._latents)))
         # By conditioning slot. Each latent slot has a pair of rows: of the unconditional and of the conditional text.
@@ -161,15 +161,15 @@ class GraphLoop:
         taken = {cond_slot for other in self.images for cond_slot in self._active_cond_slots(other)}
         free = sorted(set(range(len(self._predictions) - 1)) - taken)
         cond_slots = free[:needed]
-        _, [coefficients] = pad_schedules([plan.schedule], MAX_STEPS)
+        coefficients = device_rows(plan.schedule, MAX_STEPS)
         guidance = np.tile(np.array([1, 0], np.float32), (MAX_STEPS, 1))
         guided = np.flatnonzero(plan.entries == 2)
         guidance[guided, 0], guidance[guided, 1] = plan.guidance[guided], plan.guidance_rescale
-        steps_data = torch.from_numpy(np.hstack([coefficients, guidance]))  # [MAX_STEPS, 11]
+        steps_data = torch.from_numpy(np.hstack([coefficients, guidance]))  # [MAX_STEPS, ROW_WIDTH + 2]
         self._coefficients[latent_slot].copy_(to_device(steps_data, self._device))
         self._steps_done[latent_slot].fill_(image.step)
+        self._state[latent_slot].zero_()  # whatever an earlier image left could hold NaN
         self._latents[latent_slot].copy_(image.latents[0])
-        self._denoised[latent_slot].zero_()
         self._copy_image(latent_slot, image)
         texts = [text for text in (image.uncond, image.cond) if text is not None]
         for cond_slot, text in zip(cond_slots, texts[-needed:], strict=True):
@@ -323,7 +323,9 @@ class GraphLoop:
             return
         host_noise = self._host_noise[self._queued_step_count % len(self._host_noise)]
         for image in drawing:
-            host_noise[self._latent_slot[image]] = draw_noise([image], like=host_noise[:1])[0]
+            noise = draw_noise(image, host_noise.shape[1:])
+            assert noise is not None
+            host_noise[self._latent_slot[image]] = noise[0]
         end = 1 + max(self._latent_slot[image] for image in drawing)
         self._noise[:end].copy_(host_noise[:end], non_blocking=True)
 
@@ -408,11 +410,13 @@ class GraphLoop:
 
     def _advance_images(self) -> None:
         """Guide, and take one step of each latent slot at its own counter. The results of free slots are never read."""
-        coefficients = self._coefficients[self._latent_slot_indices, self._steps_done]  # [latent slots, 11]
-        _, *update, known, known_noise, scale, rescale = coefficients.T.reshape(coefficients.shape[1], -1, 1, 1, 1)
+        coefficients = self._coefficients[self._latent_slot_indices, self._steps_done]  # [latent slots, ROW_WIDTH + 2]
+        rows = coefficients[:, 1 : 1 + 2 * STATE].reshape(-1, 2, STATE)
+        of_known, (scale, rescale) = coefficients.T[-4:].reshape(2, 2, -1, 1, 1, 1)
         uncond, cond = self._predictions[self._pairs.flatten()].float().chunk(2)
-        advance(self._latents, self._denoised, guide(uncond, cond, scale, rescale), self._noise, update)
-        keep_known(self._latents, self._known, (known, known_noise), out=self._latents)
+        self._state[:, NOISE] = self._noise
+        advance(self._state, guide(uncond, cond, scale, rescale), self._steps_done % KEPT, rows)
+        keep_known(self._latents, self._known, of_known, out=self._latents)
         self._steps_done.add_(1).clamp_(max=MAX_STEPS - 1)
 
 

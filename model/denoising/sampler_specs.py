@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from model.errors import RequestRefused
-from model.validation import MAX_STEPS
+from model.validation import MAX_STEPS, Forecast
+
+_BOTH: tuple[Forecast, ...] = ("quality", "fast")
 
 
 class DiffusersClass(NamedTuple):
@@ -35,6 +37,7 @@ class SamplerSpec:
     order: int = 1  # runs of the UNet in each step but the last, which has one
     draws_noise: bool = False  # in its steps, from the generator
     distilled: bool = False  # its steps are some of the model's `original_inference_steps`
+    forecasts: tuple[Forecast, ...] = ()  # the levels that it offers, without draws: where they cost little
 
     @property
     def refinable(self) -> bool:
@@ -58,15 +61,16 @@ def _edm_dpm(algorithm: str) -> DiffusersClass:
 
 EULER = SamplerSpec(
     "Euler", "euler", DiffusersClass("EulerDiscreteScheduler"), DiffusersClass("EDMEulerScheduler"),
-    takes=("timesteps", "sigmas"),
+    takes=("timesteps", "sigmas"), forecasts=_BOTH,
 )  # fmt: skip
 EULER_A = SamplerSpec("Euler a", "euler", DiffusersClass("EulerAncestralDiscreteScheduler"), draws_noise=True)
 HEUN = SamplerSpec("Heun", "heun", DiffusersClass("HeunDiscreteScheduler"), takes=("timesteps",), max_steps=50, order=2)
-DDIM = SamplerSpec("DDIM", "ddim", DiffusersClass("DDIMScheduler"), spacing="leading")
-DPM_2M = SamplerSpec("DPM++ 2M", "dpm", _dpm("dpmsolver++", karras=False), takes=("timesteps",))
+DDIM = SamplerSpec("DDIM", "ddim", DiffusersClass("DDIMScheduler"), spacing="leading", forecasts=_BOTH)
+DPM_2M = SamplerSpec("DPM++ 2M", "dpm", _dpm("dpmsolver++", karras=False), takes=("timesteps",), forecasts=_BOTH)
 DPM_2M_KARRAS = SamplerSpec(
-    "DPM++ 2M Karras", "dpm", _dpm("dpmsolver++", karras=True), _edm_dpm("dpmsolver++"), karras=True
-)
+    "DPM++ 2M Karras", "dpm", _dpm("dpmsolver++", karras=True), _edm_dpm("dpmsolver++"), karras=True,
+    forecasts=("fast",),  # 21 plain steps are nearer to 30 than `quality`
+)  # fmt: skip
 DPM_2M_SDE_KARRAS = SamplerSpec(
     "DPM++ 2M SDE Karras", "dpm", _dpm("sde-dpmsolver++", karras=True), _edm_dpm("sde-dpmsolver++"), karras=True,
     draws_noise=True,
@@ -105,6 +109,21 @@ def check_refiner(spec: SamplerSpec) -> None:
     if not spec.refinable:
         problem = f"{spec.name} cannot be used with the refiner. Set another scheduler, or use_refiner to false."
         raise RequestRefused("scheduler", problem)
+
+
+def check_forecast(spec: SamplerSpec, forecast: Forecast) -> None:
+    """Raise RequestRefused for a level that the sampler does not offer."""
+    if forecast not in ("off", *spec.forecasts):
+        offering = [other.name for other in SPECS.values() if forecast in other.forecasts]
+        problem = f"{spec.name} does not offer {forecast!r}. Set off, or scheduler to one of {', '.join(offering)}."
+        raise RequestRefused("forecast", problem)
+
+
+def check_guidance(start: float, end: float) -> None:
+    """Raise RequestRefused if guidance begins late and not before it ends."""
+    if start and start >= end:
+        problem = f"{start:g} is not less than guidance_end, {end:g}. For no guidance at all, set guidance_scale to 1."
+        raise RequestRefused("guidance_start", problem)
 
 
 def check_spacing(spec: SamplerSpec, timesteps: Sequence[int] | None, sigmas: Sequence[float] | None) -> None:

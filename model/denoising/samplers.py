@@ -10,7 +10,7 @@ so a step is seven numbers (`COEFFICIENTS`), and a denoising loop names no sampl
 
 The UNet timesteps and the draws of noise equal those of diffusers 0.42.1. There, `from_config` makes the scheduler from
 the same scheduler_config.json. The latents are equal except for rounding. The noise schedule is rounded to float32
-where diffusers rounds it; all derived numbers are float64 until `pad_schedules` writes float32.
+where diffusers rounds it; all derived numbers are float64 until `model.denoising.loop_schedule` writes float32.
 
 UniPC does not fit. The corrector of its second order (diffusers' default) reads the denoised estimates of the last two
 steps in addition to this one, and a step here has one previous estimate. PNDM reads four.
@@ -23,7 +23,7 @@ This module uses no tensors, devices, guidance or generators.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -38,8 +38,6 @@ from model.denoising.spacing import Points, chosen_points, edm_points, karras_po
 from model.errors import RequestRefused
 
 COEFFICIENTS = ("c_in", "a", "b", "x", "denoised", "prev", "noise")
-KNOWN_COEFFICIENTS = ("known", "known_noise")
-"""What remains of an inpainted image outside of its mask after a step: known * image + known_noise * noise."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,6 +124,7 @@ def sampler_schedule(
     return _BUILDERS[spec.algorithm](spec, steps, noise_schedule, chosen)
 
 
+@lru_cache(maxsize=256)
 def split_schedule(
     schedule: SamplerSchedule, noise_schedule: AnyNoiseSchedule, denoising_frac: float
 ) -> tuple[SamplerSchedule, SamplerSchedule]:
@@ -155,6 +154,7 @@ def split_schedule(
     return _part(schedule, slice(base_steps)), skip_steps(schedule, base_steps)
 
 
+@lru_cache(maxsize=256)
 def skip_steps(schedule: SamplerSchedule, count: int) -> SamplerSchedule:
     """Return a schedule without its first `count` steps, as diffusers' image-to-image pipelines start.
 
@@ -174,29 +174,6 @@ def skip_steps(schedule: SamplerSchedule, count: int) -> SamplerSchedule:
 def _part(schedule: SamplerSchedule, part: slice) -> SamplerSchedule:
     arrays = ("timesteps", "coefficients", "noising", "draws_noise")
     return replace(schedule, **{name: getattr(schedule, name)[part] for name in arrays})
-
-
-def pad_schedules(
-    schedules: Sequence[SamplerSchedule], max_steps: int
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return schedules in the device's form: timesteps [images, max_steps], coefficients [images, max_steps, 9].
-
-    The coefficients are COEFFICIENTS and then KNOWN_COEFFICIENTS: after a step these noise an image as much as the next
-    step expects, and not at all after the last step. A padded step has timestep 0 and is the identity: denoised = x and
-    next x = x, for finite eps and buffers. Raises RequestRefused for a schedule of more than `max_steps`.
-    """
-    names = COEFFICIENTS + KNOWN_COEFFICIENTS
-    timesteps = np.zeros((len(schedules), max_steps), dtype=np.float32)
-    coefficients = np.zeros((len(schedules), max_steps, len(names)), dtype=np.float32)
-    coefficients[:] = [1.0 if name in ("c_in", "a", "x", "known") else 0.0 for name in names]
-    for index, schedule in enumerate(schedules):
-        steps = schedule.steps
-        if steps > max_steps:
-            raise RequestRefused("num_inference_steps", f"{steps} is more than the {max_steps} served.")
-        timesteps[index, :steps] = schedule.timesteps
-        coefficients[index, :steps, : len(COEFFICIENTS)] = schedule.coefficients
-        coefficients[index, : steps - 1, len(COEFFICIENTS) :] = schedule.noising[1:]
-    return timesteps, coefficients
 
 
 def _coefficients(steps: int, **columns: Floats | float) -> Floats:

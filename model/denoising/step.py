@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from model.denoising.loop import ImageState, Known
+from model.denoising.loop_schedule import FIRST_KEPT
 
 
 def guide(uncond: torch.Tensor, cond: torch.Tensor, scale: torch.Tensor, rescale: torch.Tensor) -> torch.Tensor:
@@ -22,49 +23,28 @@ def guide(uncond: torch.Tensor, cond: torch.Tensor, scale: torch.Tensor, rescale
     return guided * torch.where(rescale > 0, 1 + rescale * (ratio - 1), 1.0)
 
 
-def advance(
-    x: torch.Tensor, previous: torch.Tensor, eps: torch.Tensor, noise: torch.Tensor, update: Sequence[torch.Tensor]
-) -> None:
-    """Take one sampler step (`model.denoising.samplers`) in place.
+def advance(state: torch.Tensor, prediction: torch.Tensor, position: torch.Tensor, rows: torch.Tensor) -> None:
+    """Keep a prediction, and take the steps that follow from it (`model.denoising.loop_schedule`), in place.
 
-    `previous` becomes the denoised estimate, `x` the next latents:
-
-        denoised = a * x + b * eps
-        next x   = x_coef * x + denoised_coef * denoised + prev_coef * previous + noise_coef * noise
-
-    All are float32 [images, channels, height/8, width/8]. `update`: `COEFFICIENTS` without the first, each
-    [images, 1, 1, 1].
+    state: float32 [images, STATE, channels, height/8, width/8]. prediction: float32 [images, channels, height/8,
+    width/8]. position: int64 [images], where it is kept. rows: float32 [images, 2, STATE].
     """
-    # In place, because a copy would be one more node of the graph, which takes longer than these sums.
-    a, b, x_coef, denoised_coef, prev_coef, noise_coef = update
-    mean = prev_coef * previous
-    torch.mul(a, x, out=previous).addcmul_(b, eps)
-    mean.addcmul_(x_coef, x).addcmul_(denoised_coef, previous)
-    torch.addcmul(mean, noise_coef, noise, out=x)
+    state[torch.arange(len(state), device=state.device), FIRST_KEPT + position] = prediction
+    state[:, :FIRST_KEPT] = torch.bmm(rows, state.flatten(2)).view_as(state[:, :FIRST_KEPT])
 
 
-def keep_known(x: torch.Tensor, known: Known, coefficients: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+def keep_known(x: torch.Tensor, known: Known, coefficients: torch.Tensor, out: torch.Tensor) -> None:
     """Replace latents outside of a mask by those of the known image, noised as much as the next step expects.
 
     out = mask * x + (1 - mask) * (coefficients[0] * latents + coefficients[1] * noise), as in diffusers'
     StableDiffusionXLInpaintPipeline. Where the mask is 1, `out` is exactly x. `x` and `out` are float32 [images,
-    channels, height/8, width/8] and may be the same; the coefficients are `KNOWN_COEFFICIENTS`, each [images, 1, 1, 1].
+    channels, height/8, width/8] and may be the same. coefficients: float32 [2] or [2, images, 1, 1, 1].
     """
     noised = (coefficients[0] * known.latents).addcmul_(coefficients[1], known.noise)
     torch.lerp(noised, x, known.mask.expand_as(x), out=out)
 
 
-def draw_noise(images: Sequence[ImageState], like: torch.Tensor) -> torch.Tensor:
-    """Draw the next step's noise of each image from its own generator; zeros where the sampler draws none.
-
-    Returns float32 of `like`'s shape [images, channels, height/8, width/8], on its device.
-    """
-    drawing = [image.plan.schedule.draws_noise[image.step] for image in images]
-    if not any(drawing):
-        return torch.zeros_like(like)
-    shape = (1, *like.shape[1:])
-    drawn = [
-        torch.randn(shape, generator=image.generator) if draws else torch.zeros(shape)
-        for image, draws in zip(images, drawing, strict=True)
-    ]
-    return torch.cat(drawn).to(like.device)
+def draw_noise(image: ImageState, shape: Sequence[int]) -> torch.Tensor | None:
+    """Draw the noise of an image's next step from its generator: float32 [1, ...], or None if there is no draw."""
+    draws = image.plan.schedule.draws_noise[image.step]
+    return torch.randn((1, *shape), generator=image.generator) if draws else None

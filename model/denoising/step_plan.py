@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from model.denoising.samplers import SamplerSchedule
+from model.denoising.loop_schedule import LoopSchedule
 from model.engines.features import CONTROL
 
 
@@ -48,7 +48,7 @@ class StepPlan:
     exact: bool [steps], true if the step runs on a denoiser that is not quantized.
     """
 
-    schedule: SamplerSchedule
+    schedule: LoopSchedule
     guidance: NDArray[np.float32]
     guidance_rescale: float
     entries: NDArray[np.int8]
@@ -61,7 +61,16 @@ class StepPlan:
     @property
     def steps(self) -> int:
         """The number of evaluations."""
-        return self.schedule.steps
+        return len(self.schedule)
+
+    @property
+    def sampler_steps(self) -> int:
+        """The number of steps of the sampler, forecasted ones included."""
+        return int(self.schedule.step[-1])
+
+    def steps_of(self, evaluation: int) -> int:
+        """Return the number of the sampler's steps that an evaluation stands for."""
+        return int(self.schedule.step[evaluation + 1] - self.schedule.step[evaluation])
 
     @cached_property
     def by_step(self) -> tuple[StepNeeds, ...]:

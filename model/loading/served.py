@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from model.denoising.sampler_specs import check_refiner, check_steps, sampler_spec
+from model.denoising.sampler_specs import check_forecast, check_guidance, check_refiner, check_steps, sampler_spec
 from model.deployment import Deployment
 from model.engines.signatures import clip_skip_columns, control_types, image_slots
 from model.errors import ManifestError, NoEngineForTarget, RequestRefused
@@ -38,6 +38,8 @@ def read_defaults(entries: Mapping[str, Any]) -> Defaults:
         defaults = Defaults.model_validate(dict(entries))
         sampler = sampler_spec(defaults.scheduler)
         check_steps(defaults.num_inference_steps, sampler)
+        check_forecast(sampler, defaults.forecast)
+        check_guidance(defaults.guidance_start, defaults.guidance_end)
         if defaults.use_refiner:
             check_refiner(sampler)
     except ValidationError as error:

@@ -12,13 +12,14 @@ from model.pipeline.params import GenerationParams
 def scale_by_step(params: GenerationParams, requested_step: NDArray[np.int64]) -> Floats:
     """Return the requested guidance scale of some of the steps that run, float64 [steps].
 
-    It may be below 1. After guidance has ended it is 1. `requested_step`: see `StepPlan`. All evaluations of a
-    requested step have one scale.
+    It may be below 1. Before guidance begins and after it has ended it is 1. `requested_step`: see `StepPlan`. All
+    evaluations of a requested step have one scale.
     """
     steps = params.num_inference_steps
     if params.image is not None:
         steps -= skipped_steps(params.strength, steps)
-    return np.where(requested_step < round(params.end_cfg_frac * steps), params.guidance_scale, 1.0)
+    start, end = (round(share * steps) for share in (params.guidance_start, params.guidance_end))
+    return np.where((start <= requested_step) & (requested_step < end), params.guidance_scale, 1.0)
 
 
 def embed_guidance(scales: Floats, width: int) -> torch.Tensor:

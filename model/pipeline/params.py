@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from model.validation import SEED_COUNT, ImageFormat, PromptSyntax
+from model.validation import SEED_COUNT, Forecast, ImageFormat, PromptSyntax
 
 if TYPE_CHECKING:  # the request's schema is needed before numpy is imported
     from model.adapters.layers import AdapterSet
@@ -75,6 +75,8 @@ class GenerationParams:
     prompt_syntax: see `model.prompts.weighted_prompt`.
     original_size, target_size: height and width that an SDXL is conditioned on; None: those of the image.
     crop: top and left that an SDXL is conditioned on.
+    guidance_start, guidance_end: the shares of the steps after which guidance begins and ends.
+    forecast: see `model.denoising.forecast`. A sampler that does not offer it evaluates all steps.
     clip_skip: layers of the text encoders that are skipped before the one that the UNet was trained with.
     timesteps, sigmas: see `model.denoising.samplers.sampler_schedule`.
     """
@@ -85,7 +87,7 @@ class GenerationParams:
     height: int
     num_inference_steps: int
     guidance_scale: float
-    end_cfg_frac: float
+    guidance_end: float
     scheduler: str
     use_refiner: bool
     denoising_frac: float
@@ -107,7 +109,9 @@ class GenerationParams:
     crop: tuple[int, int] = (0, 0)
     target_size: tuple[int, int] | None = None
     clip_skip: int = 0
+    guidance_start: float = 0.0
     guidance_rescale: float = 0.0
+    forecast: Forecast = "off"
     timesteps: tuple[int, ...] | None = None
     sigmas: tuple[float, ...] | None = None
 

@@ -1,7 +1,7 @@
 """Compute everything that follows from a request and its model, once, before the request is queued."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 
 from model.adapters.layers import AdapterSet
 from model.denoising.loop import Conditioning, ImageState
+from model.denoising.loop_schedule import loop_schedule
 from model.denoising.noise_schedule import Floats
-from model.denoising.sampler_specs import skipped_steps
+from model.denoising.sampler_specs import sampler_spec, skipped_steps
 from model.denoising.samplers import SamplerSchedule, sampler_schedule, skip_steps, split_schedule
 from model.denoising.step_plan import StepNeeds, StepPlan, needs_by_step
 from model.engines.features import CONTROL, IMAGE_PROMPT, LORA
@@ -46,7 +47,7 @@ class DenoisePlan:
     """The steps of one UNet in a pass, and what the conditioning of these steps is made from.
 
     loop: the loop that runs the steps.
-    scales: float64 [steps], the requested guidance scale, 1 after guidance has ended.
+    scales: float64 [steps], the requested guidance scale, 1 before guidance begins and after it has ended.
     time_ids: see `Family`.
     controls: the ControlNets in use, by name.
     image_prompts: the IP-Adapters in use.
@@ -142,13 +143,25 @@ class RequestPlan:
     @property
     def steps(self) -> int:
         """The steps of each image, on all UNets and in all passes."""
+        return sum(plan.sampler_steps for plan in self._step_plans())
+
+    @property
+    def evaluations(self) -> int:
+        """The steps of the loops for each image. With forecasts they are fewer than its steps."""
         return sum(plan.steps for plan in self._step_plans())
 
-    def steps_left(self, image: ImageState) -> int:
-        """Return the remaining steps of an image, on its current UNet, on later ones and in later passes."""
+    def evaluations_left(self, image: ImageState) -> int:
+        """Return the remaining evaluations of an image, on its current UNet, on later ones and in later passes."""
+        return sum(plan.steps for plan in self._plans_from(image)) - image.step
+
+    def steps_done(self, image: ImageState) -> int:
+        """Return the steps of an image that are done, on all UNets and in all passes."""
+        left = sum(plan.sampler_steps for plan in self._plans_from(image))
+        return self.steps - left + int(image.plan.schedule.step[image.step])
+
+    def _plans_from(self, image: ImageState) -> list[StepPlan]:
         plans = self._step_plans(image.pass_index)
-        current = [plan.schedule for plan in plans].index(image.plan.schedule)
-        return sum(plan.steps for plan in plans[current:]) - image.step
+        return plans[[plan.schedule for plan in plans].index(image.plan.schedule) :]
 
     def images(self) -> list[ImageState]:
         """Make the states of the request's images before their first stage."""
@@ -274,29 +287,34 @@ def _denoise_plan(
     settings = model.settings if is_base else model.settings.refiner
     assert settings is not None
     scales, size = scale_by_step(params, requested_step), (params.height, params.width)
-    guidance = np.maximum(scales, 1.0).astype(np.float32)
-    guided = (guidance > 1) & (not embeds_guidance(model, denoiser))
     controls = _plan_controls(params, schedule.steps) if is_base else {}
+    guided = (np.maximum(scales, 1.0) > 1) & (not embeds_guidance(model, denoiser))
+    read = np.stack([scales, *(control.scales for control in controls.values())])
+    breaks = 1 + np.flatnonzero((read[:, 1:] != read[:, :-1]).any(axis=0))  # where the prediction becomes another one
+    forecast = params.forecast if params.forecast in sampler_spec(params.scheduler).forecasts else "off"
+    evaluations = loop_schedule(schedule, forecast, tuple(breaks.tolist()) if forecast != "off" else ())
+    at = evaluations.step[:-1]  # the step of each evaluation
+    controls = {name: replace(control, scales=control.scales[at]) for name, control in controls.items()}
     image_prompts = params.image_prompts if is_base else ()
     packed = packed if is_base else ()
     uses = {name: control.scales != 0 for name, control in controls.items()}
     always = {name for name, used in ((IMAGE_PROMPT, image_prompts), (LORA, packed)) if used}
-    evaluation, fp16 = np.arange(schedule.steps), model.fp16_steps
+    fp16 = model.fp16_steps
     step_plan = StepPlan(
-        schedule,
-        guidance,
+        evaluations,
+        np.maximum(scales, 1.0).astype(np.float32)[at],
         params.guidance_rescale,
-        entries=np.where(guided, 2, 1).astype(np.int8),
+        entries=np.where(guided, 2, 1).astype(np.int8)[at],
         zero_negative=params.negative_prompt is None and settings.force_zeros_for_empty_prompt,
-        requested_step=requested_step,
-        needs=needs_by_step(always, uses, schedule.steps),
+        requested_step=requested_step[at],
+        needs=needs_by_step(always, uses, len(at)),
         uses=uses,
-        exact=(evaluation < fp16.first) | (evaluation >= schedule.steps - fp16.last),
+        exact=(at < fp16.first) | (at >= schedule.steps - fp16.last),
     )
     return DenoisePlan(
         (denoiser.unet, *size),
         step_plan,
-        scales,
+        scales[at],
         time_ids=model.family.time_ids(params.original_size or size, params.crop, params.target_size or size, settings),
         controls=controls,
         image_prompts=image_prompts,
@@ -339,8 +357,10 @@ def _warnings(model: LoadedModel, plan: PassPlan, request: GenerationParams, num
             f"denoising_frac: {params.denoising_frac} of {params.num_inference_steps} steps leaves the refiner without "
             "steps; it was not used."
         )
+    if params.forecast not in ("off", *sampler_spec(params.scheduler).forecasts):
+        yield f"forecast: {params.scheduler} does not offer {params.forecast}, the release's default; it was not used."
     base_plan = plan.denoise.get(base.unet)
-    steps = 0 if base_plan is None else base_plan.step_plan.steps
+    steps = 0 if base_plan is None else base_plan.step_plan.sampler_steps
     for index, control in enumerate(params.controls):
         if control.scale and (base_plan is None or control.name not in base_plan.controls):
             yield (

@@ -21,12 +21,14 @@ class GenerationResult:
     """A request's images as base64 of their files, milliseconds by stage, and warnings.
 
     flagged: for each image whether the safety checker flagged it; None: it was not checked.
+    evaluations: how often the UNet was evaluated for each image.
     """
 
     images: list[str]
     flagged: list[bool | None]
     timings: dict[str, float]
     warnings: list[str]
+    evaluations: int
 
 
 @dataclass(frozen=True)
@@ -46,13 +48,14 @@ class StepEvent:
 class ImageEvent:
     """Image `index` of a request is finished: base64 of its file. `flagged`: see `GenerationResult`.
 
-    warning: for the result, not for the listener.
+    warning, evaluations (see `GenerationResult`): for the result, not for the listener.
     """
 
     index: int
     data: str
     flagged: bool | None = None
     warning: str | None = None
+    evaluations: int = 0
 
 
 def assemble(images: Mapping[int, ImageEvent], timings: dict[str, float], warnings: Sequence[str]) -> GenerationResult:
@@ -60,7 +63,11 @@ def assemble(images: Mapping[int, ImageEvent], timings: dict[str, float], warnin
     ordered = [image for _, image in sorted(images.items())]
     of_images = [image.warning for image in ordered if image.warning is not None]
     return GenerationResult(
-        [image.data for image in ordered], [image.flagged for image in ordered], timings, [*warnings, *of_images]
+        [image.data for image in ordered],
+        [image.flagged for image in ordered],
+        timings,
+        [*warnings, *of_images],
+        max(image.evaluations for image in ordered),
     )
 
 
@@ -164,7 +171,7 @@ class Job:
         """
         if not self.preview_every:
             return False
-        due = (self.plan.steps - self.plan.steps_left(image)) // self.preview_every
+        due = self.plan.steps_done(image) // self.preview_every
         before, self._previews_due[image.index] = self._previews_due.get(image.index, 0), due
         return due > before
 

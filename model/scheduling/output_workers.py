@@ -90,7 +90,7 @@ class OutputWorkers:
                     finished, warning = np.zeros_like(finished), _BLANKED.format(index=index)
             text = "" if params.metadata is None else metadata_text(params.metadata, params.seeds[index])
             data = encode_base64(finished, params.output_format, params.quality, text)
-            image = ImageEvent(index, data, flagged, warning)
+            image = ImageEvent(index, data, flagged, warning, job.plan.evaluations)
             job.report_image(image)
             self._on_image(job, index, pixels)
             job.add_encoded_image(image)

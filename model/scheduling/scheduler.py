@@ -392,8 +392,8 @@ class Scheduler:
         if job.joined_count or not loop.costs.is_known:
             return True
         batch = slots(running)
-        steps_left = min((owner.plan.steps_left(image) for image, owner in running.items()), default=0)
-        if shortens_mean_latency(job.plan.steps, needed * job.num_images, len(running), batch, steps_left):
+        steps_left = min((owner.plan.evaluations_left(image) for image, owner in running.items()), default=0)
+        if shortens_mean_latency(job.plan.evaluations, needed * job.num_images, len(running), batch, steps_left):
             return True
         same_loop = [
             other
@@ -462,7 +462,7 @@ class Scheduler:
         self._in_flight.drop_empty_loops()
 
     def _emit_progress(self, key: LoopKey, job: Job, image: ImageState, finished: bool) -> None:
-        job.steps_done += 1
+        job.steps_done += image.plan.steps_of(image.step - 1)
         if job.listener is None:
             return
         done = job.steps_done
@@ -534,6 +534,7 @@ class Scheduler:
 
     def _count_image(self, job: Job, index: int, pixels: Pixels) -> None:
         metrics.IMAGES.labels(job.params.task).inc()
+        metrics.IMAGE_EVALUATIONS.observe(job.plan.evaluations)
         if self.comparison is not None and self.comparison.offer(job.params, index, pixels):
             with self._wakeup:
                 self._wakeup.notify()

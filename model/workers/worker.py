@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from model.child_process import shut_down, start_connected_child, visible_gpu
+from model.denoising.forecast import evaluation_count
 from model.errors import WorkerFailed
 from model.pipeline.params import GenerationParams
 from model.scheduling.interface import Listener
@@ -45,9 +46,10 @@ class PoolJob:
 
     @property
     def work(self) -> int:
-        """A measure of what is left to do: steps of images, by their pixels."""
+        """A measure of what is left to do: evaluations of images, by their pixels."""
         params = self.params
-        return len(self.missing) * params.num_inference_steps * params.width * params.height
+        evaluations = evaluation_count(params.forecast, params.num_inference_steps)
+        return len(self.missing) * evaluations * params.width * params.height
 
     def give(self) -> tuple[int, ...]:
         """Count another worker, and return the indices of the images that it must generate."""

@@ -13,7 +13,9 @@ from rich.table import Table
 from benchmarks.rows import read_rows
 from benchmarks.server_load import two_panels
 from engine_builder.files import check_writable, write_file
+from model.denoising.forecast import evaluation_count
 from model.errors import PreheatError
+from model.validation import Forecast
 from preheat.console import console, plain, tracked
 from preheat.replicas.simulation import Autoscaling, Result, Server, candidates, recommend, simulate
 from preheat.replicas.traffic import Traffic, read_traffic
@@ -45,6 +47,9 @@ def plan_replicas(
         typer.Option(help="The step time by batch, instead of --load: IMAGES:SECONDS,..., e.g. 1:0.05,8:0.11."),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, max=1000, help="Denoising steps of a request.")] = 30,
+    forecast: Annotated[
+        Forecast, typer.Option(help="The requests' `forecast`, if the step time was measured without.")
+    ] = "off",
     hours: Annotated[float, typer.Option(min=0.01, max=8784, help="Hours of traffic; a CSV file has its own.")] = 24,
     max_replica: Annotated[int, typer.Option(min=1, max=1000, help="The largest number of replicas.")] = 8,
     max_queue: Annotated[
@@ -67,7 +72,7 @@ def plan_replicas(
         points = _parse_curve(curve)
     else:
         raise typer.BadParameter("give one of --load and --curve", param_hint="--load or --curve")
-    server = Server(points, steps, cold_start, max_queue)
+    server = Server(points, evaluation_count(forecast, steps), cold_start, max_queue)
     requests = read_traffic(traffic, hours)
     if requests.peak * requests.seconds > _MAX_REQUESTS:
         raise PreheatError(

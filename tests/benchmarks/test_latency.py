@@ -102,13 +102,13 @@ def test_refuses_a_peer_that_generates_other_images(toy_store: Store, toy_folder
     assert peers.find_peer(str(toy_folder), params).root == toy_folder
     for changes, field in (
         ({"use_refiner": True}, "use_refiner"),
-        ({"end_cfg_frac": 0.4}, "end_cfg_frac"),
+        ({"guidance_end": 0.4}, "guidance_end"),
         ({"scheduler": "LCM"}, "scheduler"),
     ):
         with pytest.raises(RequestRefused) as refused:
             peers.find_peer(str(toy_folder), replace(params, **changes))  # type: ignore[arg-type]
         assert refused.value.field == field
-    assert peers.find_peer(str(toy_folder), replace(params, end_cfg_frac=0.4, guidance_scale=1.0)).root == toy_folder
+    assert peers.find_peer(str(toy_folder), replace(params, guidance_end=0.4, guidance_scale=1.0)).root == toy_folder
     for path, message in ((tmp_path / "none", "is neither a folder nor"), (tmp_path, "has no model_index.json")):
         result = bench(toy_store, "--steps", "1", "--runs", "1", "--peer", str(path))
         assert isinstance(result.exception, CheckpointError) and message in str(result.exception)

@@ -97,11 +97,25 @@ def test_cancel_stops_the_server(page: Page, server: Server) -> None:
 def test_reload_keeps_the_settings(page: Page) -> None:
     fill(page, prompt="two green squares", negative_prompt="blue", width=96, num_inference_steps=9, seed=11)
     page.select_option("#scheduler", "DDIM")
+    page.select_option("#forecast", "quality")
     page.reload()
     expect(page.locator("#served")).to_contain_text("tiny-sdxl")
     values = [page.input_value(f"#{name}") for name in ("prompt", "negative_prompt", "width", "num_inference_steps")]
     assert values == ["two green squares", "blue", "96", "9"]
     assert page.input_value("#seed") == "11" and page.input_value("#scheduler") == "DDIM"
+    assert page.input_value("#forecast") == "quality"
+
+
+def test_offers_the_forecasts_of_the_sampler(page: Page) -> None:
+    page.select_option("#forecast", "fast")
+    page.select_option("#scheduler", "Heun")
+    expect(page.locator("#forecast-field")).to_be_hidden()
+    generate(page, prompt="two green squares", num_inference_steps=2)
+    page.select_option("#scheduler", "DPM++ 2M")
+    page.select_option("#forecast", "fast")
+    generate(page, num_inference_steps=9)
+    page.locator(".card").first.click()
+    expect(page.locator("#detail-values")).to_contain_text("Forecastfast")
 
 
 def test_painted_mask_changes_only_its_part(page: Page, tmp_path: Path) -> None:

@@ -120,6 +120,6 @@ def stub(model: LoadedModel, component: str) -> Stub:
 
 PLAIN = GenerationParams(
     prompt="one two three", negative_prompt=None, width=96, height=64, num_inference_steps=4, guidance_scale=7.5,
-    end_cfg_frac=1.0, scheduler="Euler", use_refiner=False, denoising_frac=0.5, seed=3, num_images=1,
+    guidance_end=1.0, scheduler="Euler", use_refiner=False, denoising_frac=0.5, seed=3, num_images=1,
     output_format="png", quality=95,
 )  # fmt: skip

@@ -135,7 +135,7 @@ requests = st.fixed_dictionaries(
         "scheduler": st.sampled_from(SAMPLERS),
         "num_inference_steps": st.integers(1, 9),
         "guidance_scale": st.sampled_from([1.0, 2.0, 7.5]),
-        "end_cfg_frac": st.sampled_from([0.0, 0.4, 1.0]),
+        "guidance_end": st.sampled_from([0.0, 0.4, 1.0]),
         "guidance_rescale": st.sampled_from([0.0, 0.0, 0.7, 1.0]),
     }
 ).flatmap(lambda request: st.sampled_from([request | inputs for inputs in INPUTS]))

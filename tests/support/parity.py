@@ -55,7 +55,7 @@ def params_of(loaded: Loaded, **fields: Any) -> GenerationParams:
 def request_of(params: GenerationParams) -> dict[str, Any]:
     """Return the JSON of a request that resolves to these parameters, for a PNG."""
     names = (
-        "prompt", "negative_prompt", "num_inference_steps", "guidance_scale", "end_cfg_frac", "scheduler", "seed",
+        "prompt", "negative_prompt", "num_inference_steps", "guidance_scale", "guidance_end", "scheduler", "seed",
         "num_images", "width", "height", "use_refiner",
     )  # fmt: skip
     request = {name: getattr(params, name) for name in names} | {"output_format": "png"}

@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 
 from model.pipeline.params import GenerationParams
+from tests.support.forecasts import Forecaster
 from tests.support.schedulers import DIFFUSERS_SCHEDULERS, EDM_SCHEDULERS
 
 Kind = Literal["text to image", "image to image", "inpaint"]
@@ -43,6 +44,9 @@ CONTROLLED: dict[str, dict[Kind, Any]] = {
         "inpaint": diffusers.StableDiffusionXLControlNetUnionInpaintPipeline,
     },
 }
+
+
+_NO_GUIDANCE = 1 + 1e-9  # diffusers guides from above 1 on
 
 
 class Reference:
@@ -174,24 +178,38 @@ class Reference:
         pipeline = self._controlled(kind, params) if params.controls else self._base[kind]
         pipeline.scheduler = self._scheduler(params.scheduler)
         order = pipeline.scheduler.order  # the last step has one entry
-        guided, steps = order * round(params.end_cfg_frac * steps), order * (steps - 1) + 1
+        first, end = (order * round(share * steps) for share in (params.guidance_start, params.guidance_end))
+        guidance = {first, end} if params.guidance_scale != 1 else set()
+        entries = order * (steps - 1) + 1
         if params.clip_skip and not self._is_sdxl:
             # diffusers 0.42.1 looks for the layer norm of clip_skip where transformers 4 had it.
             encoder = pipeline.text_encoder
             vars(encoder)["text_model"] = SimpleNamespace(final_layer_norm=encoder.final_layer_norm)
-        base = {**shared, **inputs, **mask, **_guidance(params, guided, steps, kind, self._is_sdxl)}
+        base = {**shared, **inputs, **mask, **_guidance(params, first, end, entries, kind, self._is_sdxl)}
         base |= self._control_arguments(kind, params) if params.controls else {}
         if params.image_prompts:
             base["ip_adapter_image"] = [[Image.fromarray(one) for one in use.levels] for use in params.image_prompts]
         if not params.use_refiner:
-            return _pixels(pipeline(**base, output_type="np").images)
-        refining = self._refiner[refining_kind]
-        refining.scheduler = self._scheduler(params.scheduler)
+            return _pixels(self._run(pipeline, params, guidance | _control_breaks(params, steps), base).images)
         frac = params.denoising_frac
-        latents = pipeline(**base, denoising_end=frac, output_type="latent").images
+        base |= {"denoising_end": frac, "output_type": "latent"}
+        latents = self._run(pipeline, params, guidance, base).images
         done = pipeline.num_timesteps
-        refiner = {**shared, **mask, **_guidance(params, guided - done, steps - done, refining_kind)}
-        return _pixels(refining(**refiner, image=latents, denoising_start=frac, output_type="np").images)
+        refiner = {**shared, **mask, **_guidance(params, first - done, end - done, entries - done, refining_kind)}
+        refiner |= {"image": latents, "denoising_start": frac}
+        breaks = {step - done for step in guidance}
+        return _pixels(self._run(self._refiner[refining_kind], params, breaks, refiner).images)
+
+    def _run(self, pipeline: Any, params: GenerationParams, breaks: set[int], arguments: dict[str, Any]) -> Any:
+        """Return what a pipeline returns, with forecasts from the second of two runs, when its steps are known."""
+        steps, arguments, state = 0, {"output_type": "np", **arguments}, arguments["generator"].get_state()
+        for level in ["off", params.forecast][params.forecast == "off" :]:
+            pipeline.scheduler = self._scheduler(params.scheduler)
+            forecaster = Forecaster(pipeline.scheduler, level, steps, breaks)
+            arguments["generator"].set_state(state)
+            result = pipeline(**arguments)
+            steps = forecaster.calls
+        return result
 
     def _controlled(self, kind: Kind, params: GenerationParams) -> Any:
         """Return a pipeline with the ControlNets of a request."""
@@ -271,15 +289,23 @@ def _sizes(params: GenerationParams) -> dict[str, Any]:
     return {"crops_coords_top_left": params.crop} | {name: size for name, size in sizes.items() if size is not None}
 
 
-def _guidance(params: GenerationParams, guided: int, steps: int, kind: Kind, is_sdxl: bool = True) -> dict[str, Any]:
-    """Return the arguments for guidance in the first `guided` of a pipeline's steps."""
-    if guided <= 0:
+def _control_breaks(params: GenerationParams, steps: int) -> set[int]:
+    """Return the steps at which a ControlNet begins or has ended."""
+    used = [[one.start <= i / steps and (i + 1) / steps <= one.end for i in range(steps)] for one in params.controls]
+    return {step for one in used for step in range(1, steps) if one[step] != one[step - 1]}
+
+
+def _guidance(
+    params: GenerationParams, first: int, end: int, steps: int, kind: Kind, is_sdxl: bool = True
+) -> dict[str, Any]:
+    """Return the arguments for guidance from the step `first` to the one before `end` of a pipeline's steps."""
+    if end <= 0:
         return {"guidance_scale": 1.0}
-    if guided >= steps:
+    if first <= 0 and end >= steps:
         return {"guidance_scale": params.guidance_scale}
     return {
-        "guidance_scale": params.guidance_scale,
-        "callback_on_step_end": _end_guidance_after(guided),
+        "guidance_scale": params.guidance_scale if first <= 0 else _NO_GUIDANCE,
+        "callback_on_step_end": _guide_between(params.guidance_scale, first, end),
         "callback_on_step_end_tensor_inputs": [
             "prompt_embeds",
             *(["add_text_embeds", "add_time_ids"] if is_sdxl else []),
@@ -288,11 +314,17 @@ def _guidance(params: GenerationParams, guided: int, steps: int, kind: Kind, is_
     }
 
 
-def _end_guidance_after(guided: int) -> Callable[[Any, int, Any, dict[str, Any]], dict[str, Any]]:
-    """Return a callback that drops the unconditional half and switches guidance off, as diffusers documents."""
+def _guide_between(scale: float, first: int, end: int) -> Callable[[Any, int, Any, dict[str, Any]], dict[str, Any]]:
+    """Return a callback that switches guidance on and off.
+
+    At the end it drops the unconditional half, as diffusers documents. Before `first` both halves run, with a scale of
+    nearly 1, which is the conditional half.
+    """
 
     def callback(pipeline: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        if index == guided - 1 and pipeline.do_classifier_free_guidance:
+        if index == first - 1:
+            pipeline._guidance_scale = scale
+        if index == end - 1 and pipeline.do_classifier_free_guidance:
             tensors = {name: tensor.chunk(2)[1] for name, tensor in tensors.items()}
             pipeline._guidance_scale = 0.0
         return tensors

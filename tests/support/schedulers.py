@@ -23,8 +23,10 @@ from diffusers import (
 
 from engine_builder.checkpoints.scheduler_config import read_scheduler_config
 from model.denoising.edm_schedule import EdmSchedule
+from model.denoising.loop_schedule import KEPT, NOISE, STATE, X, device_rows, loop_schedule
 from model.denoising.noise_schedule import NoiseSchedule
-from model.denoising.samplers import SamplerSchedule, pad_schedules
+from model.denoising.samplers import SamplerSchedule
+from model.denoising.step import advance
 
 # Sampler -> class, and the settings that differ from the checkpoint's.
 DIFFUSERS_SCHEDULERS: dict[str, tuple[type, dict[str, Any]]] = {
@@ -88,19 +90,19 @@ def denoise(
     inpainted: Inpainted | None = None,
 ) -> torch.Tensor:
     """Run the steps of the device's loop for one image, in float32, then `padding` further ones."""
-    timesteps, coefficients = pad_schedules([schedule], schedule.steps + padding)
-    previous, noise = torch.zeros(SHAPE), torch.zeros(SHAPE)
-    for i, step in enumerate(torch.from_numpy(coefficients[0])):
-        c_in, a, b, x_coef, denoised_coef, prev_coef, noise_coef, known_coef, known_noise_coef = step
-        eps = predict_noise(c_in * latents, timesteps[0, i])
-        denoised = a * latents + b * eps
+    evaluations = loop_schedule(schedule)
+    state = torch.zeros(1, STATE, *SHAPE[1:])
+    state[:, X] = latents
+    for i, row in enumerate(torch.from_numpy(device_rows(evaluations, schedule.steps + padding))):
+        timestep = np.float32(schedule.timesteps[i] if i < schedule.steps else 0)
+        eps = predict_noise(row[0] * state[:, X], timestep)
         if i < schedule.steps and schedule.draws_noise[i]:
-            noise = torch.randn(SHAPE, generator=generator)
-        latents = x_coef * latents + denoised_coef * denoised + prev_coef * previous + noise_coef * noise
-        previous = denoised
+            state[:, NOISE] = torch.randn(SHAPE, generator=generator)
+        advance(state, eps, torch.tensor([i % KEPT]), row[1:-2].reshape(1, 2, STATE))
         if inpainted is not None:
-            known = known_coef * inpainted.image + known_noise_coef * inpainted.noise
-            latents = inpainted.mask * latents + (1 - inpainted.mask) * known
+            known = row[-2] * inpainted.image + row[-1] * inpainted.noise
+            state[:, X] = inpainted.mask * state[:, X] + (1 - inpainted.mask) * known
+    latents = state[:, X]
     return latents
 
 

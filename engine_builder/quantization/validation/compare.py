@@ -84,7 +84,7 @@ def validation_requests(
     return [
         GenerationParams(
             prompt=prompt, negative_prompt=negative_prompt, width=width, height=height, num_inference_steps=steps,
-            guidance_scale=guidance, end_cfg_frac=1.0, scheduler="Euler", use_refiner=use_refiner, denoising_frac=0.8,
+            guidance_scale=guidance, guidance_end=1.0, scheduler="Euler", use_refiner=use_refiner, denoising_frac=0.8,
             seed=number, num_images=1, output_format="png",
         )
         for number, prompt in enumerate(prompts)

@@ -34,7 +34,7 @@ from engine_builder.triton_repository.unrolled import (
 )
 from model.denoising.buffers import entry_shape
 from model.denoising.loop import ImageState, Known
-from model.denoising.samplers import SamplerSchedule, pad_schedules
+from model.denoising.loop_schedule import LoopSchedule, device_rows
 from model.engines.engine import EngineSet
 from model.engines.shapes import DTYPES
 from model.engines.signatures import KEYS_VALUES, control_input
@@ -96,16 +96,16 @@ class Condition(PipelineModel):
         conditioning = [text.inputs for text in encoded if text is not None]
         start, draws = self._start(plan, image)
         schedule = image.plan.schedule
-        rows = torch.from_numpy(pad_schedules([schedule], self.steps)[1][0])
+        rows = torch.from_numpy(device_rows(schedule, self.steps))
         return (
             start
             | self._controls(conditioning)
             | {
                 "previous": torch.zeros_like(start["latents"]),
                 "step": torch.zeros(1, dtype=torch.int32),
-                COEFFICIENT_ROWS: rows,  # [steps, 9], in the order of COEFFICIENTS and KNOWN_COEFFICIENTS
+                COEFFICIENT_ROWS: rows,  # [steps, ROW_WIDTH]
                 DRAWS: self._pad(_draws_before(schedule, draws)),
-                END: torch.tensor([schedule.steps], dtype=torch.int32),
+                END: torch.tensor([len(schedule)], dtype=torch.int32),
                 "keys_values": torch.cat([text["keys_values"] for text in conditioning]),  # [texts, tokens, width]
                 "time_embeds": torch.stack([self._pad(text["time_embeds"]) for text in conditioning]),
                 "guidance": self._pad(torch.from_numpy(np.array(guidance))),
@@ -199,7 +199,7 @@ class Condition(PipelineModel):
         return torch.cat([rows, padding])
 
 
-def _draws_before(schedule: SamplerSchedule, start: int) -> torch.Tensor:
+def _draws_before(schedule: LoopSchedule, start: int) -> torch.Tensor:
     """Return how often each step must draw noise before its own, int32 [steps]; -1: it draws none.
 
     start: draws of the first latents.

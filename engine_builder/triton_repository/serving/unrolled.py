@@ -29,8 +29,9 @@ from engine_builder.triton_repository.unrolled import (
 )
 from model.denoising.cover import StepCosts
 from model.denoising.loop import Conditioning, ImageState, Known
+from model.denoising.loop_schedule import KEPT, NOISE, PREVIOUS, STATE, X, loop_schedule
 from model.denoising.prediction import predict_noise
-from model.denoising.samplers import KNOWN_COEFFICIENTS, sampler_schedule
+from model.denoising.samplers import sampler_schedule
 from model.denoising.step import advance, keep_known
 from model.denoising.step_plan import StepPlan, needs_by_step
 from model.engines.shapes import DTYPES
@@ -108,8 +109,8 @@ class PredictNoise(PipelineModel):
         self._control_keys = [(name, spec.name) for name in controls for spec in control_specs(self.manifest, name)]
         # An image's state has these, but the prediction does not read them.
         self._generator = torch.Generator("cpu")
-        self._schedule = sampler_schedule(
-            self.served.defaults.scheduler, self.steps, self.model.noise_schedules["base"]
+        self._schedule = loop_schedule(
+            sampler_schedule(self.served.defaults.scheduler, self.steps, self.model.noise_schedules["base"])
         )
 
     def run(self, inputs: Tensors) -> Tensors:
@@ -162,15 +163,18 @@ class TakeStep(PipelineModel):
 
     def run(self, inputs: Tensors) -> Tensors:
         self.check_steps(inputs)
-        x, previous, step = inputs["latents"].clone(), inputs["previous"].clone(), inputs["step"]
+        x, step = inputs["latents"], inputs["step"]
         images, steps = torch.arange(len(x), device=x.device), step[:, 0].long()
         draws = inputs[DRAWS][images, steps]
         drawn = [_draw(int(seed), int(before), x.shape[1:]) for seed, before in zip(inputs["seed"], draws, strict=True)]
-        columns = inputs[COEFFICIENT_ROWS][images, steps].T.reshape(-1, len(x), 1, 1, 1)
-        update, after = columns[1 : -len(KNOWN_COEFFICIENTS)], columns[-len(KNOWN_COEFFICIENTS) :]
-        advance(x, previous, inputs["noise"], torch.stack(drawn).to(x.device), list(update))
+        rows = inputs[COEFFICIENT_ROWS][images, steps]
+        state = x.new_zeros((len(x), STATE, *x.shape[1:]))
+        state[:, X], state[:, PREVIOUS], state[:, NOISE] = x, inputs["previous"], torch.stack(drawn).to(x.device)
+        advance(state, inputs["noise"], steps % KEPT, rows[:, 1:-2].reshape(-1, 2, STATE))
+        x, previous = state[:, X].contiguous(), state[:, PREVIOUS].contiguous()
         if KNOWN in inputs:
-            keep_known(x, Known(inputs[KNOWN], inputs[KNOWN_NOISE], inputs[LATENT_MASK]), list(after), out=x)
+            known = Known(inputs[KNOWN], inputs[KNOWN_NOISE], inputs[LATENT_MASK])
+            keep_known(x, known, rows.T[-2:].reshape(2, -1, 1, 1, 1), out=x)
         return {"latents": x, "previous": previous, "step": step + 1}
 
 

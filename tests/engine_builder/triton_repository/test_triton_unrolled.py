@@ -16,7 +16,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from engine_builder.stores.store import WritableStore
-from engine_builder.triton_repository.unrolled import shortest_decimal, unrolled_repository
+from engine_builder.triton_repository.unrolled import shortest_decimal, unrolled_models, unrolled_repository
 from engine_builder.triton_repository.write_repository import RepositoryError, read_releases
 from model.api.images import resolve_with_images
 from model.cold_start import ColdStart
@@ -293,6 +293,13 @@ def test_refuses_a_number_of_steps(store: WritableStore, release: str) -> None:
     for steps in (0, 1001):
         with pytest.raises(RepositoryError, match=f"{steps} steps are not possible"):
             unrolled_repository(read_releases(store, [release]), steps)
+
+
+def test_refuses_a_release_that_forecasts_by_default(store: WritableStore, release: str) -> None:
+    manifest = store.read_release(release)
+    changed = manifest.model_copy(update={"defaults": {**manifest.defaults, "scheduler": "Euler", "forecast": "fast"}})
+    with pytest.raises(RepositoryError, match="forecasts some of the steps by default"):
+        unrolled_models(changed, 4)
 
 
 def test_every_model_links_only_its_own_weights(repository: Path, store: WritableStore, release: str) -> None:

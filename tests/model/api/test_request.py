@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.api.resolve import resolve
+from model.denoising.sampler_specs import SPECS
 from model.errors import ManifestError, RequestRefused
 from model.loading.served import ServedModel, SizeList, SizeRange, read_defaults
 from model.pipeline.params import GenerationParams
@@ -25,10 +26,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDepre
 
 FIELDS = (
     "prompt, negative_prompt, prompt_syntax, image, strength, masks, resize, composite, color_match, loras, controls, "
-    "ip_adapters, "
-    "width, height, num_inference_steps, guidance_scale, end_cfg_frac, scheduler, use_refiner, denoising_frac, seed, "
-    "guidance_rescale, clip_skip, original_size, crop, target_size, timesteps, sigmas, num_images, upscale, "
-    "output_format, quality, stream, preview_every, metadata, describe"
+    "ip_adapters, width, height, num_inference_steps, guidance_scale, guidance_start, guidance_end, end_cfg_frac, "
+    "scheduler, forecast, use_refiner, denoising_frac, seed, guidance_rescale, clip_skip, original_size, crop, "
+    "target_size, timesteps, sigmas, num_images, upscale, output_format, quality, stream, preview_every, metadata, "
+    "describe"
 )
 SIZES = SizeList(((1024, 1024), (832, 1216), (1216, 832)))
 SERVED = ServedModel(1024, 1024, SIZES, has_refiner=True, defaults=Defaults())
@@ -85,7 +86,8 @@ LOWEST = {
     "composite": False, "color_match": False, "loras": [],
     "controls": [{"name": "a", "image": "", "preprocess": "none", "scale": 0, "start": 0, "end": 0, "mode": 0}],
     "ip_adapters": [{"name": "a", "images": [""], "scale": 0}], "width": 64, "height": 64, "num_inference_steps": 1,
-    "guidance_scale": 0, "end_cfg_frac": 0, "scheduler": "E", "use_refiner": False, "denoising_frac": 0, "seed": 0,
+    "guidance_scale": 0, "guidance_start": 0, "guidance_end": 0, "end_cfg_frac": 0, "scheduler": "E", "forecast": "off",
+    "use_refiner": False, "denoising_frac": 0, "seed": 0,
     "guidance_rescale": 0, "clip_skip": 0, "original_size": [1, 1], "crop": [0, 0], "target_size": [1, 1],
     "timesteps": [0], "sigmas": [1, 0],
     "num_images": 1, "upscale": 1, "output_format": "png", "quality": 1, "stream": False, "preview_every": 0,
@@ -99,7 +101,8 @@ HIGHEST = {
     "loras": 8 * [{"name": "a" * 128, "scale": 10.0}], "controls": 4 * [
         {"name": "a" * 64, "image": "A", "preprocess": "canny", "scale": 2.0, "start": 1, "end": 1.0, "mode": 63}
     ], "ip_adapters": 4 * [{"name": "a" * 64, "images": 16 * ["A"], "scale": 2.0}], "width": 4096, "height": 4096,
-    "num_inference_steps": 100, "guidance_scale": 30.0, "end_cfg_frac": 1, "scheduler": "E" * 64,
+    "num_inference_steps": 100, "guidance_scale": 30.0, "guidance_start": 1, "guidance_end": 1.0, "end_cfg_frac": 1,
+    "scheduler": "E" * 64, "forecast": "fast",
     "use_refiner": True, "denoising_frac": 1.0, "seed": 2**32 - 1,
     "guidance_rescale": 1.0, "clip_skip": 31, "original_size": [16384, 16384], "crop": [16384, 16384],
     "target_size": [16384, 16384], "timesteps": [*range(99, -1, -1)],
@@ -171,6 +174,8 @@ REFUSED = [
     ("guidance_scale", "true", "got true, expected a number from 0 to 30, or null"),
     ("guidance_scale", "1" + "0" * 400, "got 1" + "0" * 59 + "… (401 characters), expected a number from"),
     ("end_cfg_frac", "-0.1", "got -0.1, expected a number from 0 to 1, or null"),
+    ("guidance_start", "1.5", "got 1.5, expected a number from 0 to 1, or null"),
+    ("forecast", '"faster"', 'got "faster", expected one of "off", "quality", "fast", or null'),
     ("denoising_frac", "1.1", "got 1.1, expected a number from 0 to 1, or null"),
     ("scheduler", "[1]", "got a list, expected a string of 1 to 64 characters, or null"),
     ("use_refiner", "1", "got 1, expected true or false, or null"),
@@ -266,7 +271,7 @@ def test_schema_describes_every_field() -> None:
 def test_release_changes_only_the_defaults_it_names() -> None:
     defaults = read_defaults({"num_inference_steps": 4, "guidance_scale": 0, "scheduler": "LCM"})
     assert defaults == Defaults(num_inference_steps=4, guidance_scale=0.0, scheduler="LCM")
-    assert (defaults.end_cfg_frac, defaults.denoising_frac, defaults.use_refiner) == (1.0, 0.8, False)
+    assert (defaults.guidance_end, defaults.denoising_frac, defaults.use_refiner) == (1.0, 0.8, False)
 
 
 def test_defaults_accept_what_a_request_accepts() -> None:
@@ -283,6 +288,8 @@ def test_refuses_a_wrong_default_of_a_release() -> None:
         ({"steps": 3}, "default for steps: is not a known field"),
         ({"scheduler": "UniPC"}, "default for scheduler: 'UniPC' is not one of"),
         ({"scheduler": "LCM", "num_inference_steps": 51}, "default for num_inference_steps: 51 is too many for LCM"),
+        ({"scheduler": "Euler a", "forecast": "fast"}, "default for forecast: Euler a does not offer 'fast'. Set off"),
+        ({"guidance_start": 0.5, "guidance_end": 0.5}, "default for guidance_start: 0.5 is not less than guidance_end"),
         ({"scheduler": "Heun", "use_refiner": True}, "default for scheduler: Heun cannot be used with the refiner"),
     ):
         with pytest.raises(ManifestError, match=message):
@@ -294,7 +301,7 @@ def test_refuses_a_wrong_default_of_a_release() -> None:
 
 def test_given_values_replace_the_defaults_of_the_release() -> None:
     defaults: dict[str, Any] = {
-        "num_inference_steps": 4, "guidance_scale": 0.5, "end_cfg_frac": 0.5, "scheduler": "Euler a",
+        "num_inference_steps": 4, "guidance_scale": 0.5, "guidance_end": 0.5, "scheduler": "Euler a",
         "use_refiner": True, "denoising_frac": 0.7,
     }  # fmt: skip
     served = ServedModel(1216, 832, SIZES, has_refiner=True, defaults=read_defaults(defaults))
@@ -303,12 +310,43 @@ def test_given_values_replace_the_defaults_of_the_release() -> None:
     assert resolve(make_request(seed=7), served) == GenerationParams(**expected)
     given: dict[str, Any] = {
         "prompt": "a dog", "negative_prompt": "", "width": 832, "height": 1216, "num_inference_steps": 1,
-        "guidance_scale": 0.0, "end_cfg_frac": 0.0, "scheduler": "DDIM", "use_refiner": False, "denoising_frac": 0.0,
-        "seed": 0, "num_images": 2, "output_format": "png", "quality": 1,
+        "guidance_scale": 0.0, "guidance_start": 0.0, "guidance_end": 0.0, "scheduler": "DDIM", "use_refiner": False,
+        "denoising_frac": 0.0, "seed": 0, "forecast": "quality", "num_images": 2, "output_format": "png", "quality": 1,
     }  # fmt: skip
     assert resolve(GenerationRequest(**given), served) == GenerationParams(**given)
     wide, tall = resolve(make_request(width=832, height=1216), served), resolve(make_request(height=832), served)
     assert ((wide.width, wide.height), (tall.width, tall.height)) == ((832, 1216), (1216, 832))
+
+
+def test_end_cfg_frac_is_the_older_name_of_guidance_end() -> None:
+    assert read_defaults({"end_cfg_frac": 0.4}) == Defaults(guidance_end=0.4)
+    for fields in ({"end_cfg_frac": 0.4}, {"end_cfg_frac": 0.4, "guidance_end": 0.4}):
+        assert resolve(make_request(**fields), SERVED).guidance_end == 0.4
+    with pytest.raises(RequestRefused, match="end_cfg_frac: is the older name of `guidance_end`. Leave one of the two"):
+        resolve(make_request(end_cfg_frac=0.4, guidance_end=0.5), SERVED)
+
+
+def test_guidance_begins_before_it_ends() -> None:
+    served = dataclasses.replace(SERVED, defaults=Defaults(guidance_end=0.5))
+    for accepted in ({"guidance_start": 0.4}, {"guidance_end": 0}, {"guidance_start": 0.5, "guidance_end": 0.6}):
+        resolve(make_request(**accepted), served)
+    with pytest.raises(RequestRefused, match="guidance_start: 0.5 is not less than guidance_end, 0.5. For no guidance"):
+        resolve(make_request(guidance_start=0.5), served)
+
+
+def test_refuses_forecasts_that_the_sampler_does_not_offer() -> None:
+    """Only if the request asks for them. What a release's default cannot follow is a warning."""
+    served = dataclasses.replace(SERVED, defaults=Defaults(forecast="fast"))
+    for spec in SPECS.values():
+        assert resolve(make_request(scheduler=spec.name, forecast="off"), served).forecast == "off"
+        assert resolve(make_request(scheduler=spec.name), served).forecast == "fast"
+        for level in ("quality", "fast"):
+            if level in spec.forecasts:
+                assert resolve(make_request(scheduler=spec.name, forecast=level), served).forecast == level
+                continue
+            with pytest.raises(RequestRefused, match=f"forecast: {re.escape(spec.name)} does not offer '{level}'. Set"):
+                resolve(make_request(scheduler=spec.name, forecast=level), served)
+    assert not any(spec.forecasts for spec in SPECS.values() if spec.order > 1 or spec.distilled or spec.draws_noise)
 
 
 def test_seed_is_random_in_all_bits() -> None:

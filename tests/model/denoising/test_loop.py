@@ -126,7 +126,7 @@ def test_images_beyond_the_capacity_wait(make_loop: MakeLoop, model: LoadedModel
 def test_end_of_guidance_makes_room_for_another_image(make_loop: MakeLoop, model: LoadedModel) -> None:
     loop = make_loop(bucketed(model, 4))
     for seed in (1, 2):
-        loop.add(make_image(model, seed=seed, end_cfg_frac=0.5))
+        loop.add(make_image(model, seed=seed, guidance_end=0.5))
     assert slots(loop.images) == 4 and not has_room(loop, 1)
     loop.step()
     assert not has_room(loop, 1)
@@ -186,7 +186,7 @@ compiled_requests = st.fixed_dictionaries(
         "scheduler": st.sampled_from([name for name in SAMPLERS if name != "LCM"]),
         "num_inference_steps": st.integers(1, 6),
         "guidance_scale": st.sampled_from([1.0, 2.0, 7.5]),
-        "end_cfg_frac": st.sampled_from([0.0, 0.4, 1.0]),
+        "guidance_end": st.sampled_from([0.0, 0.4, 1.0]),
         "guidance_rescale": st.sampled_from([0.0, 0.7]),
         "clip_skip": st.sampled_from([0, 1]),
     }

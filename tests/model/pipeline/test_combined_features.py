@@ -1,5 +1,6 @@
 """Images with LoRA adapters, ControlNets and IP-Adapters, in any mixture, share a batch on one UNet that takes all."""
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from engine_builder.adapters.add import add_adapter
 from engine_builder.building.build_plan import BuildPlan
 from engine_builder.checkpoints.folder import Checkpoint, IpAdapterFiles
 from engine_builder.stores.store import WritableStore
+from model.denoising.sampler_specs import SPECS
 from model.deployment import ServedAdapters
 from model.engines.engine import EngineSet
 from model.errors import EngineError
@@ -23,6 +25,7 @@ from model.pipeline.runner import Runner
 from model.scheduling.scheduler import Scheduler
 from model.settings import Limits, ServedBucket
 from model.store.precision import FP32
+from model.validation import Forecast
 from tests.support import ip_adapters, parity
 from tests.support.adapters import PACKABLE, module_shapes, random_deltas, write_adapter
 from tests.support.deployments import deployed
@@ -114,6 +117,16 @@ def test_images_of_a_batch_are_those_of_diffusers(toy: Loaded, reference: Refere
         toy.model, whole, *(replace(whole, **{field: ()}) for field in ("loras", "controls", "image_prompts"))
     )
     assert toy.model.active_adapters == ()
+
+
+@pytest.mark.parametrize("level", ["quality", "fast"])
+def test_images_of_a_batch_with_forecasts(level: Forecast, toy: Loaded, reference: Reference) -> None:
+    samplers = itertools.cycle(name for name, spec in SPECS.items() if level in spec.forecasts)
+    batch = [
+        replace(params, forecast=level, num_inference_steps=12, scheduler=sampler)
+        for params, sampler in zip(batch_of(toy), samplers, strict=False)
+    ]
+    parity.check_batch(reference, batch, toy.model, with_graph_loop(toy.model, SIDE))
 
 
 def test_scheduler_serves_all_features_without_a_merge(toy: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:

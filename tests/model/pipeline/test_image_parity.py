@@ -55,7 +55,7 @@ def random_settings(number: int, loaded: Loaded, photo: Pixels) -> GenerationPar
         num_inference_steps=choose.randint(5, 30),
         # LCM adds new noise at every step; see test_pipeline_parity.
         guidance_scale=choose.choice([1.0, 2.0] if sampler == "LCM" else [1.0, 3.0, 7.5]),
-        end_cfg_frac=choose.choice([1.0, 1.0, 0.5]),
+        guidance_end=choose.choice([1.0, 1.0, 0.5]),
         use_refiner=choose.random() < 0.5 and sampler != "Heun",
         denoising_frac=choose.choice([0.3, 0.6, 0.8]),
         seed=choose.randrange(2**32),

@@ -72,14 +72,14 @@ def test_only_guided_steps_take_two_batch_entries(model: LoadedModel) -> None:
     batch = [
         replace(PLAIN, num_inference_steps=2),
         replace(PLAIN, num_inference_steps=4, guidance_scale=1.0),
-        replace(PLAIN, num_inference_steps=4, end_cfg_frac=0.75, num_images=2),
+        replace(PLAIN, num_inference_steps=4, guidance_end=0.75, num_images=2),
     ]
     generate(model, batch)
     # 2 guided + 1 + 4 guided; then without the finished one; then without guidance.
     assert batches_of(model, spec.UNET) == [7, 7, 5, 3]
     for fraction, batches in ((1.0, [2, 2]), (0.75, [2, 1]), (0.5, [1, 1])):
         refined = linear_model()
-        generate(refined, [replace(PLAIN, use_refiner=True, negative_prompt="four", end_cfg_frac=fraction)])
+        generate(refined, [replace(PLAIN, use_refiner=True, negative_prompt="four", guidance_end=fraction)])
         assert batches_of(refined, spec.REFINER_UNET) == batches
         # Without a guided step, the refiner encodes no negative prompt.
         assert len(stub(refined, spec.REFINER_TEXT_ENCODER_2).seen[0]["input_ids"]) == batches[0]

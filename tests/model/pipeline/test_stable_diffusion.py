@@ -91,7 +91,7 @@ def random_settings(seed: int) -> list[dict[str, Any]]:
             "width": generator.choice((64, 128)),
             "height": generator.choice((64, 128, 192)),
             "seed": generator.randrange(2**32),
-            "end_cfg_frac": generator.choice((1.0, 0.5)),
+            "guidance_end": generator.choice((1.0, 0.5)),
             "guidance_rescale": generator.choice((0.0, 0.7)),
             "clip_skip": generator.choice((0, 1)),
         }

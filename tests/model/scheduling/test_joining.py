@@ -54,7 +54,7 @@ def test_smaller_request_does_not_overtake(gate: Gate, scheduler: Scheduler) -> 
     """The guidance of the first image ends after two steps, which frees one entry. The next in the queue needs two."""
     gate.limit_batch(capacity=3, efficient=3)
     with paused(scheduler):
-        jobs = [scheduler.submit(params(0, end_cfg_frac=0.5)), scheduler.submit(params(1))]
+        jobs = [scheduler.submit(params(0, guidance_end=0.5)), scheduler.submit(params(1))]
         jobs.append(scheduler.submit(params(2, guidance_scale=1.0)))
     gate.open()
     results(*jobs)

@@ -67,7 +67,7 @@ requests = st.fixed_dictionaries(
         "scheduler": st.sampled_from([name for name in SAMPLERS if name != "LCM"]),  # see test_loop.py
         "num_inference_steps": st.integers(1, 5),
         "guidance_scale": st.sampled_from([1.0, 7.5]),
-        "end_cfg_frac": st.sampled_from([0.4, 1.0]),
+        "guidance_end": st.sampled_from([0.4, 1.0]),
         "use_refiner": st.booleans(),
         "num_images": st.integers(1, 2),
         "width": st.sampled_from([64, 128]),
@@ -135,6 +135,18 @@ def test_counts_the_steps_that_run(request_: object, steps: int, scheduler: Sche
     counted = [event for event in events if isinstance(event, StepEvent)]
     assert [event.step for event in counted] == list(range(1, steps + 1))
     assert {event.steps for event in counted} == {steps}
+
+
+def test_progress_counts_the_sampler_s_steps(scheduler: Scheduler) -> None:
+    """With forecasts, a step of the loop stands for several of them. Metrics and log count the evaluations."""
+    events: list[StepEvent | ImageEvent] = []
+    name = "preheat_image_evaluations_sum"
+    before = REGISTRY.get_sample_value(name) or 0
+    [result] = results(scheduler.submit(params(1, num_inference_steps=20, forecast="fast"), events.append))
+    done = [(event.step, event.steps) for event in events if isinstance(event, StepEvent)]
+    assert len(done) == result.evaluations == 12
+    assert [step for step, _ in done] == sorted({step for step, _ in done}) and done[-1] == (20, 20)
+    assert (REGISTRY.get_sample_value(name) or 0) - before == 12
 
 
 def test_counts_images_by_task_and_steps(scheduler: Scheduler) -> None:

@@ -209,6 +209,7 @@ SCALARS: dict[str, tuple[str, object]] = {
     "--negative-prompt": ("fog", "fog"), "--prompt-syntax": ("weighted", "weighted"), "--width": ("64", 64),
     "--height": ("96", 96), "--seed": ("3", 3), "--steps": ("4", 4), "--scheduler": ("Euler a", "Euler a"),
     "--guidance-scale": ("2.5", 2.5), "--guidance-rescale": ("0.5", 0.5), "--end-cfg-frac": ("0.25", 0.25),
+    "--guidance-start": ("0.1", 0.1), "--guidance-end": ("0.9", 0.9), "--forecast": ("fast", "fast"),
     "--clip-skip": ("1", 1), "--refiner": ("", True), "--denoising-frac": ("0.5", 0.5), "--strength": ("1", 1),
     "--resize": ("pad", "pad"), "--composite": ("", True), "--color-match": ("", True), "--upscale": ("2", 2),
     "--original-size": ("640x480", [480, 640]), "--crop": ("8,16", [8, 16]), "--target-size": ("64x32", [32, 64]),

@@ -46,6 +46,13 @@ def test_writes_settings_of_the_platform(measured: Path, tmp_path: Path) -> None
     assert plot_file.read_bytes().startswith(b"\x89PNG")
 
 
+def test_forecasts_raise_the_throughput_of_a_replica() -> None:
+    """30 steps are 16 evaluations."""
+    common = ("constant:1", "--curve", "1:0.02", "--cold-start", "5", "--p99", "30", "--hours", "0.02")
+    for options, rate in (((), 1 / 0.6), (("--forecast", "fast"), 1 / 0.32)):
+        assert f"generates at most {rate:.2f} images/s" in plan(*common, *options).output
+
+
 def test_reports_an_unreachable_target(measured: Path) -> None:
     ran = plan(
         "constant:3", "--load", str(measured), "--steps", "10", "--cold-start", "20", "--p99", "0.2", "--hours", "0.2"

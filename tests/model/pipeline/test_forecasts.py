@@ -1,0 +1,75 @@
+"""Images with forecasts are those of diffusers whose schedulers receive forecasts in place of predictions."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from model.denoising.sampler_specs import SPECS
+from model.loading.load import Loaded
+from model.pipeline.params import GenerationParams
+from model.pipeline.request_plan import plan_request
+from model.pipeline.text_to_image import generate
+from tests.support.parity import box, check_batch, check_images, params_of, picture
+from tests.support.reference import Reference
+
+OFFERED = [(name, level) for name, spec in SPECS.items() for level in spec.forecasts]
+SMALL = {"width": 64, "height": 64, "num_inference_steps": 20}
+
+
+def forecast_of(loaded: Loaded, level: str, **fields: Any) -> GenerationParams:
+    return params_of(loaded, **SMALL, forecast=level, **fields)
+
+
+@pytest.mark.parametrize(("sampler", "level"), OFFERED)
+def test_each_sampler(sampler: str, level: str, loaded: Loaded, tiny_reference: Reference) -> None:
+    params = forecast_of(loaded, level, scheduler=sampler)
+    check_images(loaded.model, tiny_reference, params)
+    assert plan_request(loaded.model, params).evaluations == {"fast": 12, "quality": 15}[level]
+
+
+@pytest.mark.parametrize("sampler", ["Euler", "DPM++ 2M"])
+def test_everything_that_a_request_can_contain(sampler: str, loaded: Loaded, tiny_reference: Reference) -> None:
+    """In one batch, with images of other levels and samplers."""
+    photo, mask = picture(1), box(8, 8, 40, 56, side=64, strength=0.8)
+    plain = forecast_of(loaded, "fast", scheduler=sampler)
+    batch = [
+        replace(plain, seed=1, forecast="off"),
+        replace(plain, seed=2, guidance_end=0.6),
+        replace(plain, seed=3, guidance_start=0.25, guidance_rescale=0.7),
+        replace(plain, seed=4, forecast="quality", image=photo, strength=0.7),
+        replace(plain, seed=5, image=photo, masks=(mask,)),
+        replace(plain, seed=6, use_refiner=True, denoising_frac=0.6),
+        replace(plain, seed=7, use_refiner=True, guidance_end=0.8, image=photo, strength=0.9),
+        replace(plain, seed=8, scheduler="DPM++ 2M SDE Karras", forecast="off"),
+    ]
+    check_batch(tiny_reference, batch, loaded.model)
+
+
+def test_few_steps_are_all_evaluated(loaded: Loaded) -> None:
+    params = replace(forecast_of(loaded, "fast"), num_inference_steps=5)
+    assert plan_request(loaded.model, params).evaluations == 5
+
+
+def test_a_default_that_the_sampler_does_not_offer_is_reported(loaded: Loaded) -> None:
+    """A request that names the level itself is refused; see tests/model/api."""
+    params = replace(forecast_of(loaded, "off"), scheduler="Heun")
+    [expected], _, none = generate(loaded.model, [params])
+    [image], _, [warning] = generate(loaded.model, [replace(params, forecast="fast")])
+    assert none == [] and np.array_equal(image, expected)
+    assert warning == "forecast: Heun does not offer fast, the release's default; it was not used."
+
+
+def test_progress_counts_the_sampler_s_steps(loaded: Loaded) -> None:
+    """Each evaluation stands for its own step and for those that are forecast after it."""
+    plan = plan_request(loaded.model, forecast_of(loaded, "fast", use_refiner=True, denoising_frac=0.5))
+    [image] = plan.images()
+    done = []
+    for one in plan.passes[0].denoise.values():
+        image.plan = one.step_plan
+        for image.step in range(one.step_plan.steps + 1):
+            done.append((plan.steps_done(image), plan.evaluations_left(image)))
+    steps = [step for step, _ in done]
+    assert steps == sorted(steps) and steps[0] == 0 and steps[-1] == plan.steps == 20
+    assert done[0][1] == plan.evaluations and done[-1][1] == 0
