@@ -2,7 +2,7 @@
 
     python -m benchmarks.latency text STORE NAME/1 --peer MODEL_FOLDER --out rows.json
     python -m benchmarks.latency text STORE NAME/1 --precision fp16 --precision fp8 --only sdxl-30-steps
-    python -m benchmarks.latency images STORE NAME/1        # or controls, or image-prompts
+    python -m benchmarks.latency images STORE NAME/1        # or controls, image-prompts, forecasts
 
 `text` measures numbers of steps, batches and few-step models, each case on its own. A case that the release does not
 serve is skipped with a message. The peers are diffusers' pipelines on the same weights, and alternate with the release:
@@ -12,9 +12,9 @@ left out. Coordinate descent had not ended after 500 s. The search for matrix pr
 With several precisions the release is loaded once in each, and they alternate.
 
 The other kinds compare requests with a plain one, alternating: image to image at half of the steps and inpainting, each
-ControlNet, or each IP-Adapter with one and with the most reference images. For each they print the ratio of its p50 to
-that of the plain request, and the ratio of a step. A step's time is the difference of the denoising times of two
-numbers of steps, so it has no part of what happens once for each image.
+ControlNet, each IP-Adapter with one and with the most reference images, or each level of forecasts. For each they print
+the ratio of its p50 to that of the plain request, and the ratio of a step. A step's time is the difference of the
+denoising times of two numbers of steps, so it has no part of what happens once for each image.
 """
 
 import statistics
@@ -34,6 +34,7 @@ from benchmarks.measure import (
 from benchmarks.peers import PEERS, bench_against_diffusers, find_peer
 from benchmarks.rows import Row, finish
 from model.api.resolve import resolve
+from model.denoising.sampler_specs import SPECS
 from model.errors import RequestRefused
 from model.loading.load import Loaded
 from model.pipeline.params import Control, GenerationParams, ImagePrompt, Mask
@@ -200,22 +201,27 @@ def _random_levels(*shape: int) -> "np.ndarray[tuple[int, ...], np.dtype[np.uint
     return np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
 
 
-COMPARISONS = {"images": _images, "controls": _controls, "image-prompts": _image_prompts}
+def _forecasts(loaded: Loaded, plain: GenerationParams) -> dict[str, GenerationParams]:
+    """Each level of forecasts."""
+    return {f"forecast {level}": replace(plain, forecast=level) for level in SPECS[plain.scheduler].forecasts}
+
+
+COMPARISONS = {"images": _images, "controls": _controls, "image-prompts": _image_prompts, "forecasts": _forecasts}
 """Kinds of requests -> a function that returns them by name, from the plain one. Raises RequestRefused."""
 
 
 def compare(
-    loaded: Loaded, kind: str, steps: int, runs: int, warm_ups: int = 3, side: int | None = None
+    loaded: Loaded, kind: str, steps: int, runs: int, warm_ups: int = 3, side: int | None = None, images: int = 1
 ) -> tuple[list[Row], dict[str, dict[str, float]]]:
     """Measure a plain request and those of `kind` alternately, each also with a third of the steps.
 
-    `kind`: one of COMPARISONS. `side`: pixels; None: the native size. Returns the rows, and for each request of `kind`
-    the ratios "request" and "step" to the plain one. Raises RequestRefused if the release does not serve such requests,
-    and ValueError for fewer than 6 steps.
+    `kind`: one of COMPARISONS. `side`: pixels; None: the native size. `images`: of each request. Returns the rows, and
+    for each request of `kind` the ratios "request" and "step" to the plain one. Raises RequestRefused if the release
+    does not serve such requests, and ValueError for fewer than 6 steps.
     """
     if steps < 2 * _FEWER_STEPS:
         raise ValueError(f"{steps} steps are too few to compare; {2 * _FEWER_STEPS} are needed")
-    plain = resolve(Case(_PLAIN, runs, steps, side=side).request(), loaded.served)
+    plain = resolve(Case(_PLAIN, runs, steps, side=side, images=images).request(), loaded.served)
     others = COMPARISONS[kind](loaded, plain)
     requests = {}
     for name, params in {_PLAIN: plain, **others}.items():
@@ -244,6 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", action="append", help="text: a case, repeatable")
     parser.add_argument("--steps", type=int, default=30, help="of requests that are compared")
     parser.add_argument("--runs", type=int, default=20, help="of requests that are compared")
+    parser.add_argument("--images", type=int, default=1, help="of requests that are compared")
     parser.add_argument("--side", type=int, help="pixels of requests that are compared; default: the native size")
     options = parser.parse_args(arguments)
     served: list[dict[str, object]]
@@ -253,7 +260,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         cases = [case for case in (*CASES, *SD_CASES) if case.name in options.only] if options.only else None
         rows = list(measure_cases(loaded, options.peer, cases))
     else:
-        rows, ratios = compare(loaded[0], options.kind, options.steps, options.runs, side=options.side)
+        rows, ratios = compare(
+            loaded[0], options.kind, options.steps, options.runs, side=options.side, images=options.images
+        )
         for name, numbers in ratios.items():
             print(f"{name}: {', '.join(f'{key} {value:.3f}' for key, value in numbers.items())} of {_PLAIN}")
     finish(rows, options.out)
