@@ -203,6 +203,8 @@ def _random_levels(*shape: int) -> "np.ndarray[tuple[int, ...], np.dtype[np.uint
 
 def _forecasts(loaded: Loaded, plain: GenerationParams) -> dict[str, GenerationParams]:
     """Each level of forecasts."""
+    if plain.forecast != "off":
+        raise RequestRefused("forecast", f"the release's default is {plain.forecast}: publish it without that default.")
     return {f"forecast {level}": replace(plain, forecast=level) for level in SPECS[plain.scheduler].forecasts}
 
 

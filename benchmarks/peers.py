@@ -70,6 +70,8 @@ def find_peer(model: str, params: GenerationParams) -> Checkpoint:
             f"this release guides the steps from {params.guidance_start:g} to {params.guidance_end:g} only, and a peer "
             "guides all: publish it without that default (defaults.json).",
         )
+    if params.forecast != "off":
+        raise RequestRefused("forecast", f"a peer evaluates all steps, and the request has {params.forecast}: set off.")
     peer_sampler = read_scheduler(folder).sampler
     if params.scheduler != peer_sampler:
         raise RequestRefused(

@@ -1,9 +1,9 @@
 """Score the trained model's images with forecasts and without, on held-out captions of the evaluation set.
 
 `python -m training.score_forecast MODEL_DIR [--sampler NAME ...]` generates each image in eager PyTorch: without
-forecasts, with each level, and without forecasts in as many steps as the level evaluates. `--guided START:END` adds
-images with guidance from START to END only. It prints a table and one JSON line for each sampler: the prompt-true
-images, and the PSNR to the image of all steps.
+forecasts, with each level that the sampler offers, and without forecasts in as many steps as the level evaluates.
+`--guided START:END` adds images with guidance from START to END only. It prints a table and one JSON line for each
+sampler: the prompt-true images, and the PSNR to the image of all steps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine_builder.building.eager_model import load_eager_model
 from engine_builder.checkpoints.find import find_checkpoints
 from engine_builder.quantization.validation.compare import validation_requests
 from engine_builder.quantization.validation.distances import psnr
-from model.denoising.forecast import LEVELS
+from model.denoising.sampler_specs import SPECS
 from model.images.encode import Pixels
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import GenerationParams
@@ -77,7 +77,7 @@ def score_sampler(model: LoadedModel, sampler: str, options: argparse.Namespace)
 
     reference, found = score(plain, [])
     scores = {"off": found}
-    for level in LEVELS:
+    for level in SPECS[sampler].forecasts:
         _, scores[level] = score([replace(one, forecast=level) for one in plain], reference)
         fewer = scores[level]["evaluations"]
         _, scores[f"{level}, same"] = score([replace(one, num_inference_steps=fewer) for one in plain], reference)

@@ -122,7 +122,7 @@ export async function request(model) {
   const values = {prompt: find("prompt").value, output_format: find("output_format").value};
   if (find("negative_prompt").value) values.negative_prompt = find("negative_prompt").value;
   values.scheduler = find("scheduler").value;
-  if (!find("forecast-field").hidden) values.forecast = find("forecast").value;
+  if (model.forecasts) values.forecast = find("forecast").value;
   if (model.has_refiner) values.use_refiner = find("use_refiner").checked;
   for (const id of NUMBERS) if (find(id).value !== "") values[id] = Number(find(id).value);
   if (model.sizes.sizes) [values.width, values.height] = find("size").value.split(" x ").map(Number);

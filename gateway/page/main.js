@@ -156,7 +156,9 @@ find("model").addEventListener("change", () => {
   form.offer(model(), {prompt: find("prompt").value, negative_prompt: find("negative_prompt").value});
   showServer();
 });
-find("scheduler").addEventListener("change", () => form.offerForecasts(model(), find("forecast").value));
+find("scheduler").addEventListener("change", () => {
+  form.offerForecasts(model(), find("forecast-field").hidden ? undefined : find("forecast").value);
+});
 find("key").addEventListener("change", () => {
   sessionStorage.setItem(KEY, find("key").value);
   problems.clear();

@@ -9,6 +9,7 @@ from typing import Any
 
 from model.api.request import without_images
 from model.denoising.sampler_specs import (
+    SPECS,
     check_forecast,
     check_guidance,
     check_refiner,
@@ -54,7 +55,9 @@ def resolve(
     sampler = sampler_spec(values["scheduler"])
     values["scheduler"] = sampler.name
     check_spacing(sampler, request.timesteps, request.sigmas)
-    check_guidance(values["guidance_start"], values["guidance_end"])
+    if values["guidance_scale"] > 1:
+        field = "guidance_end" if request.guidance_start is None else "guidance_start"
+        check_guidance(values["guidance_start"], values["guidance_end"], field)
     if request.forecast is not None:
         check_forecast(sampler, request.forecast)
     values["num_inference_steps"] = _step_count(request, values["num_inference_steps"])
@@ -107,6 +110,8 @@ def _metadata(request: GenerationRequest, values: dict[str, Any], release: str) 
     found = request.model_dump(exclude_none=True, exclude_unset=True, exclude=_ABOUT_ANSWER)
     names = type(request).model_fields.keys() & values.keys() - {"loras"}
     found |= {name: values[name] for name in names if values[name] is not None}
+    if found["forecast"] not in SPECS[values["scheduler"]].forecasts:
+        found["forecast"] = "off"  # a default that the sampler does not offer, which a request may not name
     metadata = {"release": release, "request": without_images(found)}
     size = len(metadata_text(metadata, SEED_COUNT))
     if values["output_format"] == "jpeg" and size > MAX_JPEG_BYTES:

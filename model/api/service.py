@@ -296,7 +296,7 @@ class Service:
         if (params := context.params) is not None:
             entry |= {
                 "task": params.task, "width": params.width, "height": params.height,
-                "steps": params.num_inference_steps, "scheduler": params.scheduler, "forecast": params.forecast,
+                "steps": params.num_inference_steps, "scheduler": params.scheduler, "forecast": params.used_forecast,
                 "refiner": params.use_refiner, "images": params.num_images, "seed": params.seed,
                 "loras": [name for name, _ in params.loras],
             }  # fmt: skip

@@ -35,7 +35,7 @@ def evaluated_steps(level: Level, steps: int, breaks: Sequence[int] = ()) -> lis
     evaluated: list[int] = []
     since, window = 0, level.window
     for step in range(steps):
-        between = level.warm <= step < level.stop * steps and step not in required
+        between = level.warm <= step < min(level.stop * steps, steps - 1) and step not in required
         if between and since + 1 < math.floor(window):
             since += 1
             continue

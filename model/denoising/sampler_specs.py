@@ -119,11 +119,12 @@ def check_forecast(spec: SamplerSpec, forecast: Forecast) -> None:
         raise RequestRefused("forecast", problem)
 
 
-def check_guidance(start: float, end: float) -> None:
-    """Raise RequestRefused if guidance begins late and not before it ends."""
-    if start and start >= end:
-        problem = f"{start:g} is not less than guidance_end, {end:g}. For no guidance at all, set guidance_scale to 1."
-        raise RequestRefused("guidance_start", problem)
+def check_guidance(start: float, end: float, field: str = "guidance_start") -> None:
+    """Raise RequestRefused, which names `field`, if guidance begins late and not before it ends. 0 ends it at once."""
+    if end and start >= end:
+        problem = f"guidance would start at {start:g} of the steps and end at {end:g}. "
+        problem += "Set guidance_start below guidance_end, or guidance_scale to 1 for no guidance."
+        raise RequestRefused(field, problem)
 
 
 def check_spacing(spec: SamplerSpec, timesteps: Sequence[int] | None, sigmas: Sequence[float] | None) -> None:

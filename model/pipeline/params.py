@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
+from model.denoising.sampler_specs import sampler_spec
 from model.validation import SEED_COUNT, Forecast, ImageFormat, PromptSyntax
 
 if TYPE_CHECKING:  # the request's schema is needed before numpy is imported
@@ -117,6 +118,11 @@ class GenerationParams:
 
     loras: "AdapterSet" = ()
     metadata: "Metadata | None" = field(default=None, compare=False, repr=False)
+
+    @property
+    def used_forecast(self) -> Forecast:
+        """The level of the forecasts: off if the sampler does not offer the release's default."""
+        return self.forecast if self.forecast in sampler_spec(self.scheduler).forecasts else "off"
 
     @property
     def task(self) -> Task:

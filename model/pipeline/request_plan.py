@@ -11,7 +11,7 @@ from model.adapters.layers import AdapterSet
 from model.denoising.loop import Conditioning, ImageState
 from model.denoising.loop_schedule import loop_schedule
 from model.denoising.noise_schedule import Floats
-from model.denoising.sampler_specs import sampler_spec, skipped_steps
+from model.denoising.sampler_specs import skipped_steps
 from model.denoising.samplers import SamplerSchedule, sampler_schedule, skip_steps, split_schedule
 from model.denoising.step_plan import StepNeeds, StepPlan, needs_by_step
 from model.engines.features import CONTROL, IMAGE_PROMPT, LORA
@@ -291,7 +291,7 @@ def _denoise_plan(
     guided = (np.maximum(scales, 1.0) > 1) & (not embeds_guidance(model, denoiser))
     read = np.stack([scales, *(control.scales for control in controls.values())])
     breaks = 1 + np.flatnonzero((read[:, 1:] != read[:, :-1]).any(axis=0))  # where the prediction becomes another one
-    forecast = params.forecast if params.forecast in sampler_spec(params.scheduler).forecasts else "off"
+    forecast = params.used_forecast
     evaluations = loop_schedule(schedule, forecast, tuple(breaks.tolist()) if forecast != "off" else ())
     at = evaluations.step[:-1]  # the step of each evaluation
     controls = {name: replace(control, scales=control.scales[at]) for name, control in controls.items()}
@@ -357,7 +357,13 @@ def _warnings(model: LoadedModel, plan: PassPlan, request: GenerationParams, num
             f"denoising_frac: {params.denoising_frac} of {params.num_inference_steps} steps leaves the refiner without "
             "steps; it was not used."
         )
-    if params.forecast not in ("off", *sampler_spec(params.scheduler).forecasts):
+    guided = [bool((one.scales > 1).any()) for one in plan.denoise.values()]
+    if params.guidance_scale > 1 and params.guidance_end and not any(guided):
+        yield (
+            f"guidance_end: no step lies between guidance_start {params.guidance_start:g} and guidance_end "
+            f"{params.guidance_end:g}; no step was guided."
+        )
+    if params.forecast != params.used_forecast:
         yield f"forecast: {params.scheduler} does not offer {params.forecast}, the release's default; it was not used."
     base_plan = plan.denoise.get(base.unet)
     steps = 0 if base_plan is None else base_plan.step_plan.sampler_steps

@@ -48,7 +48,7 @@ class PoolJob:
     def work(self) -> int:
         """A measure of what is left to do: evaluations of images, by their pixels."""
         params = self.params
-        evaluations = evaluation_count(params.forecast, params.num_inference_steps)
+        evaluations = evaluation_count(params.used_forecast, params.num_inference_steps)
         return len(self.missing) * evaluations * params.width * params.height
 
     def give(self) -> tuple[int, ...]:

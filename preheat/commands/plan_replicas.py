@@ -48,7 +48,10 @@ def plan_replicas(
     ] = None,
     steps: Annotated[int, typer.Option(min=1, max=1000, help="Denoising steps of a request.")] = 30,
     forecast: Annotated[
-        Forecast, typer.Option(help="The requests' `forecast`, if the step time was measured without.")
+        Forecast,
+        typer.Option(
+            help="The requests' `forecast`, if the step time was measured without; also shortens text and decoding."
+        ),
     ] = "off",
     hours: Annotated[float, typer.Option(min=0.01, max=8784, help="Hours of traffic; a CSV file has its own.")] = 24,
     max_replica: Annotated[int, typer.Option(min=1, max=1000, help="The largest number of replicas.")] = 8,

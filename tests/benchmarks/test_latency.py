@@ -103,6 +103,8 @@ def test_refuses_a_peer_that_generates_other_images(toy_store: Store, toy_folder
     for changes, field in (
         ({"use_refiner": True}, "use_refiner"),
         ({"guidance_end": 0.4}, "guidance_end"),
+        ({"guidance_start": 0.4}, "guidance_end"),
+        ({"forecast": "fast"}, "forecast"),
         ({"scheduler": "LCM"}, "scheduler"),
     ):
         with pytest.raises(RequestRefused) as refused:

@@ -29,7 +29,7 @@ class Forecaster:
         step, self.calls = self.calls, self.calls + 1
         if step in self._breaks:
             self._kept.clear()
-        always = step < self._warm or step >= self._stop * self._steps or len(self._kept) < 2
+        always = step < self._warm or step >= min(self._stop * self._steps, self._steps - 1) or len(self._kept) < 2
         if always or self._since_evaluation + 1 >= math.floor(self._window):
             self._window += self._flex if step >= self._warm else 0
             self._since_evaluation = 0

@@ -289,7 +289,10 @@ def test_refuses_a_wrong_default_of_a_release() -> None:
         ({"scheduler": "UniPC"}, "default for scheduler: 'UniPC' is not one of"),
         ({"scheduler": "LCM", "num_inference_steps": 51}, "default for num_inference_steps: 51 is too many for LCM"),
         ({"scheduler": "Euler a", "forecast": "fast"}, "default for forecast: Euler a does not offer 'fast'. Set off"),
-        ({"guidance_start": 0.5, "guidance_end": 0.5}, "default for guidance_start: 0.5 is not less than guidance_end"),
+        (
+            {"guidance_start": 0.5, "guidance_end": 0.5},
+            "default for guidance_start: guidance would start at 0.5",
+        ),
         ({"scheduler": "Heun", "use_refiner": True}, "default for scheduler: Heun cannot be used with the refiner"),
     ):
         with pytest.raises(ManifestError, match=message):
@@ -330,8 +333,13 @@ def test_guidance_begins_before_it_ends() -> None:
     served = dataclasses.replace(SERVED, defaults=Defaults(guidance_end=0.5))
     for accepted in ({"guidance_start": 0.4}, {"guidance_end": 0}, {"guidance_start": 0.5, "guidance_end": 0.6}):
         resolve(make_request(**accepted), served)
-    with pytest.raises(RequestRefused, match="guidance_start: 0.5 is not less than guidance_end, 0.5. For no guidance"):
+    with pytest.raises(RequestRefused, match="guidance_start: guidance would start at 0.5 of the steps and end at 0.5"):
         resolve(make_request(guidance_start=0.5), served)
+    resolve(make_request(guidance_start=0.5, guidance_scale=1.0), served)
+    served = dataclasses.replace(SERVED, defaults=Defaults(guidance_start=0.3))
+    resolve(make_request(end_cfg_frac=0), served)
+    with pytest.raises(RequestRefused, match="guidance_end: guidance would start at 0.3 of the steps and end at 0.2"):
+        resolve(make_request(end_cfg_frac=0.2), served)
 
 
 def test_refuses_forecasts_that_the_sampler_does_not_offer() -> None:
@@ -339,7 +347,10 @@ def test_refuses_forecasts_that_the_sampler_does_not_offer() -> None:
     served = dataclasses.replace(SERVED, defaults=Defaults(forecast="fast"))
     for spec in SPECS.values():
         assert resolve(make_request(scheduler=spec.name, forecast="off"), served).forecast == "off"
-        assert resolve(make_request(scheduler=spec.name), served).forecast == "fast"
+        params = resolve(make_request(scheduler=spec.name, metadata=True), served)
+        assert params.forecast == "fast" and params.metadata is not None
+        again = resolve(GenerationRequest.model_validate(params.metadata["request"]), served)
+        assert again.used_forecast == params.used_forecast
         for level in ("quality", "fast"):
             if level in spec.forecasts:
                 assert resolve(make_request(scheduler=spec.name, forecast=level), served).forecast == level

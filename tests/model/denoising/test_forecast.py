@@ -27,7 +27,7 @@ OFFERED = [(name, level) for name, spec in SPECS.items() for level in spec.forec
 @pytest.mark.parametrize(
     ("level", "counts"),
     [
-        ("fast", {5: 5, 8: 6, 20: 12, 30: 16, 50: 22}),
+        ("fast", {6: 6, 7: 6, 8: 7, 20: 12, 30: 16, 50: 22}),
         ("quality", {6: 6, 8: 7, 20: 15, 30: 21, 50: 33}),
     ],
 )

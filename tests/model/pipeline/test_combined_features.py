@@ -127,6 +127,8 @@ def test_images_of_a_batch_with_forecasts(level: Forecast, toy: Loaded, referenc
         for params, sampler in zip(batch_of(toy), samplers, strict=False)
     ]
     parity.check_batch(reference, batch, toy.model, with_graph_loop(toy.model, SIDE))
+    late = plan_request(toy.model, replace(batch[6], num_inference_steps=20)).first.step_plan  # from step 10 on
+    assert {10, 11} <= {*late.requested_step.tolist()} and len(late.requested_step) < 20
 
 
 def test_scheduler_serves_all_features_without_a_merge(toy: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,9 +47,36 @@ def test_everything_that_a_request_can_contain(sampler: str, loaded: Loaded, tin
     check_batch(tiny_reference, batch, loaded.model)
 
 
-def test_few_steps_are_all_evaluated(loaded: Loaded) -> None:
-    params = replace(forecast_of(loaded, "fast"), num_inference_steps=5)
-    assert plan_request(loaded.model, params).evaluations == 5
+@pytest.mark.parametrize(
+    ("changes", "steps"),
+    [
+        ({"guidance_end": 0.6}, {12, 13}),
+        ({"guidance_start": 0.45}, {9, 10}),
+        ({"guidance_end": 0.8, "use_refiner": True, "denoising_frac": 0.3}, {16, 17}),
+    ],
+)
+def test_steps_where_guidance_changes_are_evaluated(changes: dict[str, Any], steps: set[int], loaded: Loaded) -> None:
+    def evaluated(**fields: Any) -> set[int]:
+        plans = plan_request(loaded.model, forecast_of(loaded, "fast", **fields)).passes[0].denoise.values()
+        return {int(step) for plan in plans for step in plan.step_plan.requested_step}
+
+    whole = {name: value for name, value in changes.items() if not name.startswith("guidance")}
+    assert steps <= evaluated(**changes) and not steps <= evaluated(**whole)
+
+
+def test_few_steps_and_the_last_one_are_evaluated(loaded: Loaded) -> None:
+    for steps, expected in ((5, 5), (6, 6), (8, 7)):
+        plan = plan_request(loaded.model, replace(forecast_of(loaded, "fast"), num_inference_steps=steps))
+        assert plan.evaluations == expected and plan.first.step_plan.requested_step[-1] == steps - 1
+
+
+def test_warns_of_guidance_without_steps(loaded: Loaded) -> None:
+    params = forecast_of(loaded, "off", guidance_start=0.41, guidance_end=0.42)
+    assert plan_request(loaded.model, params).warnings == [
+        "guidance_end: no step lies between guidance_start 0.41 and guidance_end 0.42; no step was guided."
+    ]
+    for changes in ({"guidance_end": 0.0}, {"guidance_scale": 1.0}, {"guidance_end": 0.5}):
+        assert plan_request(loaded.model, replace(params, guidance_start=0.0, **changes)).warnings == []
 
 
 def test_a_default_that_the_sampler_does_not_offer_is_reported(loaded: Loaded) -> None:
