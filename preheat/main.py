@@ -26,8 +26,8 @@ COMMANDS = {
         "releases.add_lora", "releases.add_embedding",
     ),
     "Deploy and operate": (
-        "check_config.check_config", "gateway.gateway", "plan_replicas.plan_replicas", "triton.export_triton",
-        "triton.triton_client",
+        "check_config.check_config", "check_config.weights", "gateway.gateway", "plan_replicas.plan_replicas",
+        "triton.export_triton", "triton.triton_client",
     ),
     "Measure": ("bench.bench", "load_server.load", "bench.report"),
 }  # fmt: skip

@@ -6,11 +6,12 @@ us-east-1, as by a replica. Credentials of the store and the cache of its blobs 
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from engine_builder.releases.mounts import Mount, files_of, find_mount
 from engine_builder.releases.runnable_targets import find_pinned_version, list_runnable_targets
 from engine_builder.truss_config import read_truss_config
 from model.deployment import Deployment
@@ -20,6 +21,7 @@ from model.loading.select import Selection, select
 from model.loading.served import ServedModel, SizeList, served_model
 from model.pipeline.spec import UNET
 from model.settings import Settings, read_settings
+from model.store.adapter_record import AdapterRecord
 from model.store.manifest import Manifest
 from model.store.signature import check_signature
 from model.store.store import Store, local_store_folder, open_store
@@ -37,12 +39,14 @@ class InvalidConfig(PreheatError):
 class DeploymentCheck:
     """The result of a check. Each of `refusals` would keep a replica from serving.
 
-    `served`: lines that describe what a replica would serve; empty after a refusal.
+    `served`: lines that describe what a replica would serve, and `files`: the keys of the store's files that it would
+    read. Both are empty after a refusal.
     """
 
     refusals: list[PreheatError] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     served: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
 
     def attempt(self, work: Callable[[], _Result]) -> _Result | None:
         """Return the result of `work`, or None after an error, which is added to the refusals."""
@@ -53,8 +57,11 @@ class DeploymentCheck:
             return None
 
 
-def check_deployment(path: Path, store: str | None = None) -> DeploymentCheck:
-    """Check the config at `path`. `store` replaces its store. Refusals are returned, not raised."""
+def check_deployment(path: Path, store: str | None = None, release: str | None = None) -> DeploymentCheck:
+    """Check the config at `path`. `store` and `release` replace its own. Refusals are returned, not raised.
+
+    The files of a `release` are not compared with those that the config mounts.
+    """
     check = DeploymentCheck()
     config = check.attempt(lambda: _read_config(path))
     if config is None:
@@ -62,9 +69,17 @@ def check_deployment(path: Path, store: str | None = None) -> DeploymentCheck:
     settings = check.attempt(lambda: _read_settings(config))
     if settings is None:
         return check
-    if store is not None:
-        settings = settings.model_copy(update={"store": store})
-    _check_secrets(check, config, settings)
+    own_store = settings.store
+    mount = check.attempt(lambda: find_mount(config, own_store)) if release is None else None
+    if mount is not None and store is None:
+        source = check.attempt(lambda: _source_of(mount))
+        if source is None:
+            return check
+        settings = settings.model_copy(update={"store": source})
+    replaced = {"store": store, "release": release}
+    settings = settings.model_copy(update={name: value for name, value in replaced.items() if value is not None})
+    if mount is None and release is None:
+        _check_secrets(check, config, settings)
     check.attempt(lambda: _check_gpus(config, settings))
     torch = check.attempt(lambda: _pinned_torch(check, config))
     manifest = check.attempt(lambda: _read_release(settings, is_own_store=store is not None))
@@ -81,10 +96,12 @@ def check_deployment(path: Path, store: str | None = None) -> DeploymentCheck:
         selection = check.attempt(lambda: _select(manifest, config, torch, deployment))
         if selection is not None:
             served = check.attempt(lambda: served_model(selection, deployment))
-            if settings.loras:
-                check.attempt(lambda: _check_adapters(settings, deployment, selection))
+            adapters = check.attempt(lambda: _check_adapters(settings, deployment, selection)) or []
+            files = files_of(manifest, adapters, selection.blobs())
+            if mount is not None:
+                check.attempt(lambda: _check_mount(mount, files))
             if served is not None and not check.refusals:
-                check.served = _describe(selection, served, settings)
+                check.served, check.files = _describe(selection, served, settings), files
     return check
 
 
@@ -132,6 +149,26 @@ def _read_release(settings: Settings, is_own_store: bool) -> Manifest:
     return _open_store(settings).read_release(settings.release)
 
 
+def _source_of(mount: Mount) -> str:
+    """Return the URL of the bucket that the platform mounts. Raises InvalidConfig."""
+    if not _is_bucket(mount.store):
+        raise InvalidConfig(
+            f"The store is mounted from {mount.store}, which this command cannot read.",
+            "Check against the same store with --store: s3://bucket/prefix, or a folder with its files.",
+        )
+    return mount.store
+
+
+def _check_mount(mount: Mount, files: list[str]) -> None:
+    """Raise InvalidConfig if the platform would not mount a file that a server reads."""
+    if lacking := mount.lacks(files):
+        raise InvalidConfig(
+            f"The weights entry for {mount.location} leaves out {len(lacking)} files that the server reads, such as "
+            f"{mount.prefix}{lacking[0]}.",
+            "Replace its allow_patterns by the output of `preheat weights`.",
+        )
+
+
 def _open_store(settings: Settings) -> Store:
     """Open the store at the endpoint and in the region that a replica would use, with the cache of this machine."""
     own = read_settings(variables=("cache_dir", "cache_bytes")).store_options()
@@ -144,8 +181,10 @@ def _open_store(settings: Settings) -> Store:
     return open_store(settings.store, options)
 
 
-def _check_adapters(settings: Settings, deployment: Deployment, selection: Selection) -> None:
-    """Raise what the load of a server would raise for the configured adapters."""
+def _check_adapters(settings: Settings, deployment: Deployment, selection: Selection) -> Sequence[AdapterRecord]:
+    """Return the configured adapters. Raises what the load of a server would raise for them."""
+    if not settings.loras:
+        return ()
     from engine_builder.adapters.add import release_layers
     from model.adapters.library import check_fit  # imports PyTorch, which other checks do not need
     from model.loading.adapters import read_adapters
@@ -155,6 +194,7 @@ def _check_adapters(settings: Settings, deployment: Deployment, selection: Selec
     layers = release_layers(store, selection.manifest)
     for record in records:
         check_fit(record, layers, selection.manifest.name)
+    return records
 
 
 def _check_secrets(check: DeploymentCheck, config: Any, settings: Settings) -> None:

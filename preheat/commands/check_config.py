@@ -1,11 +1,16 @@
-"""`preheat check-config`: find before a push what would fail after it."""
+"""`preheat check-config` and `preheat weights`: find before a push what would fail after it, and what it mounts."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from preheat.console import activity, plain, print_warning, say
+from preheat.console import DEFAULT_STORE, StoreOption, activity, open_cli_store, plain, print_warning, say
+
+_ABOUT_ENTRIES = """\
+# For config.yaml. A private bucket needs its credentials in the entry of weights, such as `auth_secret_name: NAME` with
+# the name of a secret of the platform. Print the entries again for another release, GPU, size or adapter.
+"""
 
 
 def check_config(
@@ -25,3 +30,30 @@ def check_config(
         say(plain(line))
     if check.refusals:
         raise typer.Exit(1)
+
+
+def weights(
+    name: Annotated[str, typer.Argument(help="The release, MODEL/VERSION.")],
+    store: StoreOption = DEFAULT_STORE,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="A deployment's config.yaml: only the files for its GPU, sizes and adapters."),
+    ] = None,
+    mount: Annotated[str, typer.Option(help="The folder in the replica.")] = "/app/preheat-store",
+) -> None:
+    """Print the entries of a config.yaml with which the platform mounts a release before a replica starts."""
+    import yaml
+
+    from engine_builder.releases.deployment import check_deployment
+    from engine_builder.releases.mounts import files_of, mounting_entries
+
+    if config is None:
+        files = files_of(open_cli_store(store, must_exist=True).read_release(name))
+    else:
+        check = check_deployment(config, store, release=name)
+        for error in check.refusals:
+            say(f"[red]refused[/] {plain(error)}")
+        if check.refusals:
+            raise typer.Exit(1)
+        files = check.files
+    print(_ABOUT_ENTRIES + yaml.safe_dump(mounting_entries(store, name, mount, files), sort_keys=False), end="")
