@@ -84,6 +84,8 @@ class ServedBucket(StrictModel):
     height: Positive
     width: Positive
     rows: Positive
+    warm_up: bool = True
+    """False: the size is not part of the start. Its first request captures its graphs, and others wait meanwhile."""
 
 
 class Limits(StrictModel):
@@ -147,6 +149,13 @@ class Settings(StrictModel):
         if "\0" in (folder or ""):
             raise refusal(f"got {folder!r}, which contains a NUL character")
         return folder
+
+    @field_validator("buckets")
+    @classmethod
+    def _check_buckets(cls, buckets: list[ServedBucket]) -> list[ServedBucket]:
+        if buckets and not any(bucket.warm_up for bucket in buckets):
+            raise refusal("no bucket with `warm_up`: the start must run one size")
+        return buckets
 
     @field_validator("gpus_per_image")
     @classmethod

@@ -122,6 +122,8 @@ class ServedModel:
     has_refiner: bool
     defaults: Defaults
     release: str = ""
+    cold_sizes: tuple[tuple[int, int], ...] = ()
+    """The sizes (width, height) that the start does not warm up."""
     image_sizes: Sizes | None = None
     """The sizes of requests with an image, which need the VAE encoder. None: such requests are refused."""
     requires_masks: bool = False
@@ -142,6 +144,13 @@ class ServedModel:
     """The IP-Adapters by name."""
     ip_adapter_sizes: Sizes | None = None
     """The sizes at which IP-Adapters can be used; None without IP-Adapters."""
+
+    @property
+    def warmed_sizes(self) -> tuple[tuple[int, int], ...]:
+        """The sizes (width, height) that the start warms up: the listed ones, or the native one."""
+        if isinstance(self.sizes, SizeList):
+            return tuple(size for size in self.sizes.sizes if size not in self.cold_sizes)
+        return ((self.native_width, self.native_height),)
 
 
 @dataclass(frozen=True)
@@ -199,6 +208,7 @@ def served_model(selection: Selection, deployment: Deployment) -> ServedModel:
         manifest.has_refiner,
         defaults,
         manifest.name,
+        cold_sizes=tuple((one.width, one.height) for one in deployment.buckets if not one.warm_up),
         image_sizes=sizes_with(selection.engines, sizes, [VAE_ENCODER]),
         requires_masks=extra_channels > 0,
         takes_sizes=family.takes_sizes,

@@ -35,7 +35,7 @@ def warm_up(
     cold_start: ColdStart | None = None,
     comparison: ImageComparison | None = None,
 ) -> PreviewMap:
-    """Warm up every listed size, or the native one. Returns the map for previews: the release's, or one fitted here.
+    """Warm up `ServedModel.warmed_sizes`. Returns the map for previews: the release's, or one fitted here.
 
     `probe` defaults to one of the model's device. `cold_start` records the phase `warm_up` and its parts.
     `comparison`: if images are compared with fp16. Raises OutOfDeviceMemory if the configured buckets do not fit into
@@ -48,7 +48,7 @@ def warm_up(
     try:
         cold_start = cold_start or ColdStart()
         with cold_start.phase("warm_up"), cold_start.timing_parts():
-            for width, height in _sizes(served):
+            for width, height in served.warmed_sizes:
                 params = _warm_up_params(served, width, height)
                 with warm_up_part(f"image_{width}x{height}"):
                     encodes = served.image_sizes is not None and served.image_sizes.holds(width, height)
@@ -77,13 +77,8 @@ def warm_up(
 
 def step_measurement(loaded: Loaded, probe: DeviceProbe | None = None) -> Iterator[None]:
     """Return the work of `model.scheduling.step_times.measure_step_times` for the sizes that were warmed up."""
-    requests = [_warm_up_params(loaded.served, width, height) for width, height in _sizes(loaded.served)]
+    requests = [_warm_up_params(loaded.served, width, height) for width, height in loaded.served.warmed_sizes]
     return measure_step_times(loaded.model, requests, probe)
-
-
-def _sizes(served: ServedModel) -> tuple[tuple[int, int], ...]:
-    """Return the listed sizes, or the native one, as (width, height)."""
-    return served.sizes.sizes if isinstance(served.sizes, SizeList) else ((served.native_width, served.native_height),)
 
 
 def _preview_map(model: LoadedModel, served: ServedModel) -> PreviewMap:
@@ -103,7 +98,8 @@ def _preview_size(served: ServedModel) -> tuple[int, int]:
     The fit has five unknowns for each color, and thousands of pixels at either size. Decoding takes most of its time.
     """
     if isinstance(served.sizes, SizeList):
-        return served.native_height, served.native_width
+        width, height = min(served.warmed_sizes, key=lambda size: size != (served.native_width, served.native_height))
+        return height, width
     multiple, least = served.sizes.multiple, served.sizes.min_side
     halves = (side // 2 // multiple * multiple for side in (served.native_height, served.native_width))
     height, width = (max(least, half) for half in halves)

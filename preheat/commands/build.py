@@ -2,7 +2,7 @@
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -26,6 +26,13 @@ if TYPE_CHECKING:
     from engine_builder.building.build_plan import BuildPlan  # imports PyTorch, which not every command needs
 
 TUNING = ROOT / ".preheat" / "tuning"  # a folder for each target, see engine_builder.backends.aot_inductor.tuning
+
+SIZES = {
+    "sdxl": (
+        "1024x1024", "1152x896", "896x1152", "1216x832", "832x1216", "1344x768", "768x1344", "1536x640", "640x1536",
+    )
+}  # fmt: skip
+"""Names of --sizes -> WIDTHxHEIGHT. SDXL's are those of Podell et al. 2023 (arXiv 2307.01952) with a million pixels."""
 
 
 def build(
@@ -94,6 +101,13 @@ def build(
         typer.Option(
             help="WIDTHxHEIGHT@BATCH, e.g. 1024x1024@2, repeatable: one tuned engine each; default: the model's native "
             "size with batches 1 and 2 on a GPU, one engine for any size on a CPU."
+        ),
+    ] = None,
+    sizes: Annotated[
+        Literal["sdxl"] | None,
+        typer.Option(
+            help="sdxl: the nine common sizes of SDXL, 1024x1024 to 1536x640 and 640x1536, with batches 1 "
+            "and 2 each, in addition to --size."
         ),
     ] = None,
     runtime: Annotated[
@@ -175,8 +189,9 @@ def build(
         raise typer.BadParameter("contradicts --refiner", param_hint="--no-refiner")
     if report and precision not in (FP8.name, INT8.name):
         raise typer.BadParameter("is an option of --precision fp8 or int8", param_hint="--report")
+    all_sizes = [*(size or ()), *(f"{one}@{batch}" for one in SIZES[sizes] for batch in (1, 2))] if sizes else size
     plan = parse_plan(
-        model, refiner, name, precision, vae_precision, size or (), runtime, gpu or (), refit, compatibility,
+        model, refiner, name, precision, vae_precision, all_sizes or (), runtime, gpu or (), refit, compatibility,
         workspace, level, with_refiner=not no_refiner, policy=policy, calibrations=destination, vae=vae, preset=preset,
         lora_rank=lora_rank, loras=lora or (), controlnets=controlnet or (), ip_adapters=ip_adapter or (),
         image_encoders=image_encoder or (), ip_images=ip_images, embedding_rows=embedding_rows,

@@ -29,7 +29,7 @@ def test_reads_every_config_of_this_repository() -> None:
         section = yaml.safe_load(path.read_text())["model_metadata"]["preheat"]
         settings = read_settings(section)
         assert (settings.store, settings.release) == (section["store"], section["release"])
-        assert [bucket.model_dump() for bucket in settings.buckets] == section.get("buckets", [])
+        assert [bucket.model_dump(exclude_defaults=True) for bucket in settings.buckets] == section.get("buckets", [])
 
 
 def test_empty_values_count_as_missing() -> None:
@@ -128,10 +128,14 @@ REFUSED: list[tuple[Any, str]] = [
     ({"cache_bytes": "20 bananas"}, "cache_bytes: .* a size like 20GiB"),
     ({"cache_bytes": True}, "cache_bytes: got true, expected a whole number of bytes"),
     ({"buckets": 3}, "buckets: got 3, expected a list"),
-    ({"buckets": ["64x64"]}, "buckets.0: got .64x64., expected a JSON object with the fields height, width, rows"),
+    (
+        {"buckets": ["64x64"]},
+        "buckets.0: got .64x64., expected a JSON object with the fields height, width, rows, warm_up",
+    ),
     ({"buckets": [{"height": 64, "width": 64}]}, "buckets.0.rows: is required: an integer above 0"),
     ({"buckets": [{"height": 64, "width": 64, "rows": 0}]}, "buckets.0.rows: got 0, expected an integer above 0"),
     ({"buckets": [{"height": 64, "width": 64, "rows": 2, "depth": 1}]}, "buckets.0.depth: is not a known field"),
+    ({"buckets": [{"height": 64, "width": 64, "rows": 2, "warm_up": False}]}, "buckets: no bucket with `warm_up`"),
     ({"limits": 3}, "limits: got 3, expected a JSON object with the fields max_queue"),
     ({"limits": {"queue": 8}}, "limits.queue: is not a known field; the fields are max_queue, deadline_seconds"),
     ({"limits": {"max_queue": 7}}, "limits.max_queue: got 7, expected an integer of at least 8"),

@@ -99,6 +99,18 @@ def test_makes_every_loop_and_runs_every_size(loaded: Loaded) -> None:
     assert [inputs["pixels"].shape[-1] for inputs in encoder.seen] == [96]
 
 
+def test_a_size_that_is_not_warmed_up_is_made_by_its_first_request(loaded: Loaded) -> None:
+    cold = replace(loaded, served=replace(loaded.served, cold_sizes=((96, 64),)))
+    with torch.inference_mode():
+        measure(cold, FakeProbe(cold.model, {2: 0.031, 4: 0.080, 8: 0.081}))
+    assert {(height, width) for _, height, width in cold.model.loops} == {(64, 64)}
+    params = replace(PLAIN, width=96, seed=3)
+    first, again = (image_of(cold.model, params) for _ in range(2))
+    assert np.array_equal(first, again) and (spec.UNET, 64, 96) in cold.model.loops
+    whole = replace(loaded, model=linear_model())
+    assert np.array_equal(first, image_of(whole.model, params))
+
+
 @pytest.mark.parametrize("guidance_scale", [7.5, 1.0])
 def test_encodes_text_in_every_batch_size(guidance_scale: float, loaded: Loaded) -> None:
     """So that no request is the first to run a text network at a size."""
