@@ -133,6 +133,15 @@ def cold_start_row(name: str, release: str, starts: Sequence[MeasuredStart], pre
     )  # fmt: skip
 
 
+def describe_ratio(starts: Sequence[MeasuredStart], others: Sequence[MeasuredStart]) -> str:
+    """Return the ratio of the medians of the first image, and the quartiles of the ratios of pairs in turns."""
+    times, other_times = ([start.first_image_seconds for start in one] for one in (starts, others))
+    pairs = [time / other for time, other in zip(times, other_times, strict=True)]
+    low, _, high = statistics.quantiles(pairs, n=4, method="inclusive") if len(pairs) > 1 else pairs * 3
+    ratio = statistics.median(times) / statistics.median(other_times)
+    return f"{ratio:.3f} ({len(pairs)} pairs, {low:.3f} to {high:.3f}) times the seconds to the first image"
+
+
 def read_row(
     url: str, options: StoreOptions, blobs: Sequence[Blob], runs: int, release: str, precision: str, steps: int
 ) -> Row:

@@ -1,5 +1,9 @@
 """`preheat bench` and `preheat report`: measure on this machine, store the rows, write docs/benchmarks.md from them."""
 
+import io
+import shutil
+import subprocess
+import tarfile
 import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -161,6 +165,9 @@ def cold_start(
             help="The deployment's config.yaml, repeatable: starts alternate. One in another clone measures that code.",
         ),
     ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="A commit of this repository: starts alternate with starts of its code.")
+    ] = None,
     prompt: str = DEFAULT_PROMPT,
     size: SizeOption = None,
     steps: Annotated[int, typer.Option(help="Denoising steps of the first image.")] = 30,
@@ -199,8 +206,10 @@ def cold_start(
 
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="preheat-bench-"))
-        work, paths = Path(folder), config or [DEMO_CONFIG]
+        work, paths = Path(folder), [path.resolve() for path in config or [DEMO_CONFIG]]
         with activity("Laying out the server image"):
+            earlier = [] if against is None else _configs_of_commit(against, paths, work / "against")
+            paths += earlier
             layouts = [_lay_out(path, buckets, work / str(number)) for number, path in enumerate(paths)]
         origins, reading = {"local store": local.url}, []
         if s3 is not None:
@@ -215,16 +224,45 @@ def cold_start(
             deployment = Deployment.of(settings.model_copy(update={"release": release}))
             blobs = select(manifest, find_targets(deployment.runtime), deployment).blobs()
             reading = [starts.read_row(url, settings.store_options(), blobs, runs, release, precision, steps)]
+        names = [f", {against if path in earlier else path}" if len(paths) > 1 else "" for path in paths]
         cases = [
-            starts.StartCase(f"{origin}, {path.resolve()}" if len(paths) > 1 else origin, layout, url)
+            starts.StartCase(f"{origin}{name}", layout, url)
             for origin, url in origins.items()
-            for path, layout in zip(paths, layouts, strict=True)
+            for name, layout in zip(names, layouts, strict=True)
         ]
-        measured = zip(cases, starts.bench_cold_starts(cases, release, request, runs, work, report), strict=True)
-        rows = [starts.cold_start_row(case.name, release, times, precision, steps) for case, times in measured]
+        measured = starts.bench_cold_starts(cases, release, request, runs, work, report)
+        rows = [
+            starts.cold_start_row(case.name, release, times, precision, steps)
+            for case, times in zip(cases, measured, strict=True)
+        ]
     rows = [*rows[: len(paths)], *reading, *rows[len(paths) :]]
     _print_table(rows, "phases", "s")
+    for number, case in enumerate(cases):
+        if number % len(paths) < len(earlier):
+            ratio = starts.describe_ratio(measured[number], measured[number + len(earlier)])
+            console.print(plain(f"{case.name}: {ratio} of {against}"))
     finish(rows, out)
+
+
+def _configs_of_commit(commit: str, configs: list[Path], folder: Path) -> list[Path]:
+    """Write the files of a commit to a folder. Returns these configs there: the commit's own, or copies of others.
+
+    Raises typer.BadParameter if the commit is not one of this repository.
+    """
+    archive = subprocess.run(["git", "-C", ROOT, "archive", "--end-of-options", commit], capture_output=True)
+    if archive.returncode:
+        reason = archive.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise typer.BadParameter(f"{commit!r} is not a commit of {ROOT}: {' '.join(reason)}", param_hint="--against")
+    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
+        files.extractall(folder, filter="data")
+    found = []
+    for number, config in enumerate(configs):
+        path = folder / (config.relative_to(ROOT) if config.is_relative_to(ROOT) else f"config-{number}.yaml")
+        if not path.is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(config, path)
+        found.append(path)
+    return found
 
 
 def _lay_out(config: Path, buckets: list[tuple[int, int, int]], work: Path) -> "Layout":

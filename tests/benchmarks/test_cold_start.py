@@ -20,6 +20,7 @@ from model.settings import read_settings
 from model.store.manifest import Manifest
 from model.store.options import StoreOptions
 from model.store.store import Store
+from preheat.local_server import server
 from preheat.local_server.server import Layout
 from preheat.main import app
 from tests.conftest import Opener
@@ -109,6 +110,26 @@ def test_command_sets_size_and_buckets(store: Store, release: str, benchmarks: R
     [row] = json.loads(out.read_text())
     assert (row["value"], row["ready"], row["stages"], row["steps"]) == (4.0, 3.0, {"denoise": 900.0}, 7)
     assert [row] == json.loads(result.output.splitlines()[-1])
+
+
+def test_command_compares_with_the_code_of_a_commit(
+    store: Store, release: str, benchmarks: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A config that the commit lacks is copied. Each config is compared with the same one of the commit."""
+    other = tmp_path / "other.yaml"
+    other.write_text(H200.read_text())
+    roots: list[Path] = []
+    context = server.build_context
+    monkeypatch.setattr(server, "build_context", lambda root, *rest: roots.append(root) or context(root, *rest))
+    configs = ("--config", str(H200), "--config", str(other))
+    result = cold_start(release, "--store", store.url, "--runs", "2", *configs, "--against", "HEAD")
+    assert result.exit_code == 0, result.output
+    [(_, _, cases)] = benchmarks
+    assert len(cases) == 4 and roots[:2] == [REPOSITORY] * 2 and REPOSITORY not in roots[2:]
+    text = " ".join(result.output.split())
+    assert text.count("1.000 (2 pairs, 1.000 to 1.000) times the seconds to the first image of HEAD") == 2
+    refused = cold_start(release, "--store", store.url, "--against", "no-such-commit")
+    assert refused.exit_code == 2 and "'no-such-commit' is not a commit of" in " ".join(refused.output.split())
 
 
 def test_command_compares_configs_and_reading_alone(
