@@ -5,7 +5,7 @@ Only names, shapes, types and metadata are read. Files of other kinds are refuse
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ from engine_builder.checkpoints.single_file_families import (
     VAE_PREFIX,
     SingleFileFamily,
 )
-from engine_builder.checkpoints.single_file_kinds import FOREIGN, PARTS
+from engine_builder.checkpoints.single_file_kinds import FOREIGN, PARTS, Kind
 from engine_builder.error_text import cause_of
 from model.errors import PreheatError
 from model.store.local import open_regular_file
@@ -107,22 +107,23 @@ class SingleFile:
         return f"{self.family.title}{f' with {entries}' if entries else ''}"
 
 
-def read_single_file(path: Path) -> SingleFile:
-    """Read the header of a single-file checkpoint. Raises CheckpointError for any other file."""
+def read_single_file(path: Path, context: int | None = None) -> SingleFile:
+    """Read the header of a single-file checkpoint. Raises CheckpointError for any other file.
+
+    context: the width of the text that the UNet of --config reads. It identifies a file without text encoders whose
+    width is not that of a family.
+    """
     header = read_header(path)
-    text = "\n".join(header.names)
-    has_unet = UNET_PREFIX + _FIRST_CONVOLUTION in header.names
-    for kind in (*FOREIGN, *(() if has_unet else PARTS)):
-        if kind.fits(header.names, text):
-            raise CheckpointError(f"{path} is {kind.what}, and not a checkpoint.", kind.remedy)
-    if not has_unet:
+    check_foreign(header)
+    if UNET_PREFIX + _FIRST_CONVOLUTION not in header.names:
+        _check_kinds(header, PARTS)
         stated = header.metadata.get("modelspec.architecture")
         raise CheckpointError(
             f"{path} is not a whole model: it has {_some(header.tensors)}"
             f"{f' (modelspec.architecture {stated!r:.80})' if stated else ''}.",
             "Name the file of a checkpoint, the folder of a model in diffusers' layout, or a Hub id.",
         )
-    family = _family(header)
+    family = _family(header, context)
     networks = {"unet": UNET_PREFIX, "vae": VAE_PREFIX, **family.texts}
     present = {name: prefix for name, prefix in networks.items() if header.of(prefix)}
     scheduler, warnings = _scheduler(header, family)
@@ -132,6 +133,18 @@ def read_single_file(path: Path) -> SingleFile:
     return SingleFile(
         header, family, present, tuple(name for name in networks if name not in present), scheduler, warnings
     )
+
+
+def check_foreign(header: Header) -> None:
+    """Raise CheckpointError if the file is of another kind than a checkpoint or a part of one."""
+    _check_kinds(header, FOREIGN)
+
+
+def _check_kinds(header: Header, kinds: Sequence[Kind]) -> None:
+    text = "\n".join(header.names)
+    for kind in kinds:
+        if kind.fits(header.names, text):
+            raise CheckpointError(f"{header.path} is {kind.what}, and not a checkpoint.", kind.remedy)
 
 
 def read_header(path: Path) -> Header:
@@ -191,7 +204,7 @@ def _usual_names(tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
     return {_OLD_CLIP.sub("cond_stage_model.transformer.text_model.", name): own for name, own in usual.items()}
 
 
-def _family(header: Header) -> SingleFileFamily:
+def _family(header: Header, context: int | None) -> SingleFileFamily:
     """Return the family of a file with a UNet. Raises CheckpointError."""
     first = header.shape(UNET_PREFIX + _FIRST_CONVOLUTION)
     channels = first[1] if len(first) == 4 else 0
@@ -202,15 +215,18 @@ def _family(header: Header) -> SingleFileFamily:
         if name.endswith("attn2.to_k.weight") and info.shape
     }
     texts = {prefix for prefix in TEXT_PREFIXES if header.of(prefix)}
-    for family in FAMILIES.values():
-        has_text = texts <= set(family.texts.values()) if texts else widths == {family.context}
-        if (
-            has_text
-            and channels == family.channels
-            and takes_sizes == family.takes_sizes
-            and (family.marker is None or family.marker in header.names)
-        ):
+    fitting = [
+        family
+        for family in FAMILIES.values()
+        if (channels, takes_sizes) == (family.channels, family.takes_sizes)
+        and (family.marker is None or family.marker in header.names)
+        and texts <= set(family.texts.values())
+    ]
+    for family in fitting:
+        if texts or widths == {family.context}:
             return family
+    if fitting and widths == {context}:
+        return fitting[0]
     stated = header.metadata.get("modelspec.architecture", "unknown")
     encoders = f"text encoders {', '.join(sorted(texts))}" if texts else "no text encoders"
     raise CheckpointError(
