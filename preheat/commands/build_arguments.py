@@ -57,6 +57,7 @@ def parse_plan(
         from engine_builder.checkpoints.find import find_checkpoints
         from engine_builder.checkpoints.ip_adapter import parse_ip_adapters
         from engine_builder.checkpoints.safety_checker import find_safety_checker
+        from engine_builder.checkpoints.single_file import CACHE
         from engine_builder.networks.network_check import check_configs
 
     without_plans = {
@@ -115,7 +116,7 @@ def parse_plan(
         )
     # All arguments are checked. Only now are a library and the model needed.
     target, *more_targets = plan_targets(machine, gpus, options) if options is not None else (machine,)
-    base, found_refiner = find_checkpoints(model, refiner, vae, preset, config, report=notify)
+    base, found_refiner = find_checkpoints(model, refiner, vae, preset, config, CACHE, notify)
     base = replace(
         base,
         controlnets=tuple(map(parse_controlnet, controlnets)),

@@ -23,6 +23,7 @@ from engine_builder.checkpoints.single_file import plan_conversion
 from engine_builder.checkpoints.single_file_families import FAMILIES
 from engine_builder.networks.network_check import check_configs
 from engine_builder.networks.quiet import quiet_libraries
+from engine_builder.stores.store import WritableStore
 from model.denoising.noise_schedule import NoiseSchedule
 from model.images.encode import Pixels
 from model.pipeline.params import Mask
@@ -30,10 +31,11 @@ from model.pipeline.text_to_image import generate
 from model.request_fields import GenerationRequest
 from model.store.manifest_json import split_name
 from model.store.precision import FP32
-from preheat.commands.build_arguments import default_name
+from preheat.commands.build_arguments import default_name, parse_plan
 from tests.engine_builder.checkpoints.test_single_file_header import FULL_SIZE, published_tensors
 from tests.support import single_files, toy_sd, toy_sdxl
 from tests.support.repository import MODEL_FOLDER
+from tests.support.uncompiled import publish_uncompiled
 
 PROMPT = "a red circle"
 FAMILY_NAMES = (
@@ -228,6 +230,20 @@ def test_interrupted_conversion_leaves_no_folder(folders: dict[str, Path], tmp_p
     (tmp_path / "full").write_bytes(b"")
     with pytest.raises(CheckpointError, match="cannot be converted to .*/full: .*Free space"):
         find_checkpoints(str(path), None, config=str(folder), cache=tmp_path / "full")
+
+
+def test_release_is_that_of_the_folder(
+    toy_folder: Path, toy_store: WritableStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The arguments of `preheat build FILE --config FOLDER` lead to the same weights, facts and defaults."""
+    monkeypatch.setattr("engine_builder.checkpoints.single_file.CACHE", tmp_path / "cache")
+    path = write(toy_folder, "sdxl", tmp_path / "My model (v1).safetensors")
+    plan = parse_plan(str(path), config=str(toy_folder))
+    assert plan.model == "My-model-v1" and plan.base.root.parent == tmp_path / "cache"
+    store = publish_uncompiled(plan, tmp_path / "store")
+    ours, theirs = store.read_release("My-model-v1/1"), toy_store.read_release("toy-sdxl/1")
+    assert ours.weights == theirs.weights and ours.settings == theirs.settings and ours.defaults == theirs.defaults
+    assert ours.tokenizers == theirs.tokenizers and ours.schedulers == theirs.schedulers
 
 
 def test_missing_networks_name_the_option_that_adds_them(folders: dict[str, Path], tmp_path: Path) -> None:
