@@ -223,9 +223,9 @@ def _check_network(name: str, prefix: str, header: Header, files: Files, what: s
 
     network = _make_network(name, files)
     shapes = {key: info.shape for key, info in header.of(prefix).items()}
-    tensors = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
     try:
         with quiet_libraries():
+            tensors = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
             converted = {key: one for key, one in _convert(name, prefix, tensors, network).items() if one is not None}
     except Exception as error:  # a missing tensor raises KeyError, AttributeError or TypeError
         raise CheckpointError(f"{what}, and its {name} lacks {cause_of(error)[:200]}.", _OTHER_CONFIG) from error

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import random
 import shutil
 import socket
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from engine_builder.building.compare_schedulers import diffusers_scheduler
@@ -21,6 +23,7 @@ from engine_builder.checkpoints.release_settings import read_noise_schedules, re
 from engine_builder.checkpoints.scheduler_config import read_scheduler
 from engine_builder.checkpoints.single_file import plan_conversion
 from engine_builder.checkpoints.single_file_families import FAMILIES
+from engine_builder.checkpoints.single_file_header import read_header
 from engine_builder.networks.network_check import check_configs
 from engine_builder.networks.quiet import quiet_libraries
 from engine_builder.stores.store import WritableStore
@@ -168,6 +171,30 @@ def test_full_size_files_fit_the_shipped_configs(name: str, tmp_path: Path) -> N
     ):
         with pytest.raises(CheckpointError, match=f"is a single-file checkpoint of .*{words}.*--config"):
             plan_conversion(single_files.write_header(path, damaged))
+
+
+def test_changed_headers_are_refused_without_traceback(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Each of the tensors of a small file, removed, of another shape or another type, is missed and named."""
+    generator = random.Random(0)
+    for family in ("sdxl", "sd-1.5", "sd-2.1"):
+        path = write(folders[family], family, tmp_path / "x.safetensors")
+        with safe_open(path, framework="pt") as file:
+            shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
+        whole = {key: ("F32", shape) for key, shape in shapes.items()}
+        read = [key for key in read_header(path).read if "." in key]
+        shapes_of = ((), (0,), (0, 2**62), (1,), (3, 3), (2, 3, 4), (1, 1, 1, 1))
+        for key in generator.sample(read, 12):
+            others = [shape for shape in shapes_of if shape != shapes[key]]
+            for changed in (
+                {name: info for name, info in whole.items() if name != key},
+                whole | {key: ("F32", generator.choice(others))},
+                whole | {key: ("U8", shapes[key])},
+                {name.replace(key, f"{key}.x"): info for name, info in whole.items()},
+            ):
+                single_files.write_header(path, changed)
+                with pytest.raises(CheckpointError) as refused:
+                    plan_conversion(path, folders[family])
+                assert str(path) in str(refused.value) and refused.value.remedy, key
 
 
 def test_tokenizers_and_noise_of_the_shipped_configs(tmp_path: Path) -> None:
