@@ -60,6 +60,8 @@ def find_checkpoints(
     configs = Path(config) if config is not None else None
     if configs is not None and (os.path.isdir(model) or _HUB_ID.fullmatch(model)):
         raise CheckpointError(f"{model} has configs of its own.", "Leave out --config, which is for single files.")
+    if config is not None and not os.path.isdir(config):
+        raise CheckpointError(f"{config} is not a folder.", "Name a folder with the configs of a model with --config.")
     convert = partial(convert_checkpoint, cache=cache, report=report)
     base_folder = find_checkpoint_folder(model, partial(convert, config=configs, vae_given=bool(vae)))
     _check_has_index(base_folder, model)

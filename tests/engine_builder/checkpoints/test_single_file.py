@@ -320,6 +320,8 @@ def test_refuses_names_with_a_fix(tmp_path: Path) -> None:
         (str(weights), {}, rf"Name the folder {weights.parent}\.$"),
         (str(tmp_path), {}, f"has no model_index.json, but single files: x.safetensors.*for example {file}"),
         (str(MODEL_FOLDER), {"config": str(MODEL_FOLDER)}, "Leave out --config"),
+        (str(file), {"config": "owner/model"}, "owner/model is not a folder"),
+        (str(file), {"config": "a\0b"}, "is not a folder"),
         ("owner/model/folder/model.ckpt", {}, "may hold a pickle.*not downloaded"),
         (str(tmp_path / "missing.safetensors"), {}, "neither a folder nor a file nor a Hub id"),
         (str(file), {}, "is a text encoder alone"),
