@@ -19,7 +19,8 @@ _INTERRUPTED = 130  # typer's exit code after KeyboardInterrupt
 _PROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 PROGRAM = "preheat"  # also where it is started as a module
 COMMANDS = {
-    "Start": ("start.demo", "start.serve", "generate.generate", "gateway.playground", "generate.save"),
+    "Start": ("start.demo", "start.serve", "generate.generate", "gateway.playground", "generate.save",
+              "image_request.request"),
     "Build": ("build.build", "calibrate.calibrate", "check_fp8.check_fp8", "export_onnx.export_onnx"),
     "Releases": (
         "releases.publish", "releases.releases", "releases.verify", "releases.copy", "releases.gc", "releases.keygen",

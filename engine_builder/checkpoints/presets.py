@@ -1,4 +1,4 @@
-"""Presets of few-step models: the scheduler and the default request values of their model cards.
+"""Presets of few-step and other models: the scheduler and the default request values of their model cards.
 
 A preset replaces entries of a model's scheduler_config.json, and acts like a defaults.json of the model. It changes no
 weights: a UNet that was distilled, or that a distilled LoRA was merged into, is part of the model's folder.
@@ -52,6 +52,13 @@ def _presets() -> list[Preset]:
     for name, steps in (("playground-v2", 50), ("playground-v2.5", 50)):  # playgroundai, ...-1024px-aesthetic
         guided = {"num_inference_steps": steps, "guidance_scale": 3.0}
         presets.append(Preset(name, ("sdxl",), {}, guided))
+    # Single files that do not state what their UNet predicts: of older trainers, and 2.1 at 512 pixels
+    velocity = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True}
+    presets.append(Preset("v-prediction", _BOTH, velocity, {}))
+    presets.append(Preset("sd-2.1-base", ("sd",), {"prediction_type": "epsilon"}, small))
+    # civitai.com/models/257749. Its "clip skip 2" is the layer that SDXL reads in any case.
+    pony = {"scheduler": "Euler a", "num_inference_steps": 25, "guidance_scale": 7.0}
+    presets.append(Preset("pony", ("sdxl",), {}, pony))
     # ByteDance/SDXL-Lightning
     presets += [Preset(f"lightning-{steps}", ("sdxl",), _EULER, _unguided(steps)) for steps in (2, 4, 8)]
     # ByteDance/Hyper-SD, and its models that keep guidance

@@ -6,7 +6,7 @@ So a mistake is reported in seconds, and not after minutes of reading and compil
 import torch
 
 from engine_builder.checkpoints.controlnet import check_controlnets
-from engine_builder.checkpoints.folder import Checkpoint, CheckpointConfig, CheckpointError
+from engine_builder.checkpoints.folder import Checkpoint, CheckpointConfig, CheckpointError, weight_files
 from engine_builder.checkpoints.ip_adapter import check_ip_adapters
 from engine_builder.checkpoints.model_check import check_files, check_folder, check_tokenizer, read_shapes
 from engine_builder.checkpoints.presets import PRESETS
@@ -83,6 +83,7 @@ def _check_part(checkpoint: Checkpoint, part: Part, family: Family) -> list[Netw
     check_files(checkpoint, [*wrappers, *tokenizers, "scheduler"])
     for folder, wrapper in wrappers.items():
         check_config(checkpoint.config(folder), wrapper.class_name, family.name)
+        weight_files(checkpoint, folder)
     # The base's VAE decodes the refiner's images, whose own is not read.
     widths = checkpoint.unet_widths()
     if widths.extra_channels and part == "refiner":

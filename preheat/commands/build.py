@@ -36,11 +36,19 @@ SIZES = {
 
 
 def build(
-    model: Annotated[str, typer.Argument(help="Folder in diffusers' layout, or a Hub id.")],
+    model: Annotated[str, typer.Argument(help="Folder in diffusers' layout, single .safetensors file, or a Hub id.")],
     refiner: Annotated[str | None, typer.Option(help="The refiner; default: MODEL/refiner if it exists.")] = None,
     no_refiner: Annotated[bool, typer.Option("--no-refiner", help="Leave out MODEL/refiner.")] = False,
     vae: Annotated[
-        str | None, typer.Option(help="A VAE in place of the model's own: its folder, a model's folder, or a Hub id.")
+        str | None,
+        typer.Option(help="A VAE in place of the model's own: its folder or file, a model's folder, or a Hub id."),
+    ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            help="Single file: a model folder whose configs describe it, and whose networks replace missing ones; "
+            "default: the configs of the file's family."
+        ),
     ] = None,
     preset: Annotated[
         str | None, typer.Option(help="Scheduler and defaults of a few-step model, such as lightning-4 or hyper-sd-8.")
@@ -195,7 +203,7 @@ def build(
         workspace, level, with_refiner=not no_refiner, policy=policy, calibrations=destination, vae=vae, preset=preset,
         lora_rank=lora_rank, loras=lora or (), controlnets=controlnet or (), ip_adapters=ip_adapter or (),
         image_encoders=image_encoder or (), ip_images=ip_images, embedding_rows=embedding_rows,
-        text_chunks=text_chunks, safety_checker=safety_checker, bands=bands or (), combine=combine,
+        text_chunks=text_chunks, safety_checker=safety_checker, bands=bands or (), combine=combine, config=config,
     )  # fmt: skip
     draft = run_build(destination, plan, jobs)
     if report:

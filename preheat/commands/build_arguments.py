@@ -1,5 +1,6 @@
 """The arguments of commands that build a model, parsed into a plan. Errors name the option."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from model.engines.signatures import TEXT_CHUNK_COUNTS
 from model.engines.tensorrt.libraries import LIBRARIES
 from model.store.precision import BF16, FP8, FP16, FP32, INT8, Precision
 from model.validation import BAND_COUNTS
-from preheat.console import activity, parse_bucket, print_warning
+from preheat.console import activity, notify, parse_bucket, print_warning
 
 if TYPE_CHECKING:
     from engine_builder.building.build_plan import BuildPlan  # imports PyTorch, which not every command needs
@@ -33,15 +34,17 @@ def parse_plan(
     vae: str | None = None, preset: str | None = None, lora_rank: int = 0,
     loras: Sequence[str] = (), controlnets: Sequence[str] = (), ip_adapters: Sequence[str] = (),
     image_encoders: Sequence[str] = (), ip_images: int = 4, embedding_rows: int = 0, text_chunks: int = 1,
-    safety_checker: str | None = None, bands: Sequence[int] = (), combine: str = "all",
+    safety_checker: str | None = None, bands: Sequence[int] = (), combine: str = "all", config: str | None = None,
 ) -> "BuildPlan":  # fmt: skip
     """Parse the arguments of `preheat build`; None and empty select the defaults.
 
     `controlnets`, `ip_adapters`: NAME=PATH of each. `image_encoders`: folders, see `parse_ip_adapters`. `combine`: all,
     none, or sets of features such as "control+lora,image_prompt+lora".
-    `with_refiner` False leaves out the model's own refiner. `calibrations`: the store that has them, for 8 bits.
-    Downloads the model if it is a Hub id. Raises typer.BadParameter for an invalid argument, CheckpointError, and for 8
-    bits Fp8Unsupported, Int8Unsupported, CalibrationError and BadPolicy. Raises CombinationRefused for `combine`.
+    `config`: a folder with the configs of a single file. `with_refiner` False leaves out the model's own refiner.
+    `calibrations`: the store that has them, for 8 bits.
+    Downloads the model if it is a Hub id, and converts it if it is a single file. Raises typer.BadParameter for an
+    invalid argument, CheckpointError, and for 8 bits Fp8Unsupported, Int8Unsupported, CalibrationError and BadPolicy.
+    Raises CombinationRefused for `combine`.
     """
     if runtime not in _RUNTIMES:
         raise typer.BadParameter(f"{runtime!r} is not one of {', '.join(_RUNTIMES)}", param_hint="--runtime")
@@ -54,6 +57,7 @@ def parse_plan(
         from engine_builder.checkpoints.find import find_checkpoints
         from engine_builder.checkpoints.ip_adapter import parse_ip_adapters
         from engine_builder.checkpoints.safety_checker import find_safety_checker
+        from engine_builder.checkpoints.single_file import CACHE
         from engine_builder.networks.network_check import check_configs
 
     without_plans = {
@@ -112,7 +116,7 @@ def parse_plan(
         )
     # All arguments are checked. Only now are a library and the model needed.
     target, *more_targets = plan_targets(machine, gpus, options) if options is not None else (machine,)
-    base, found_refiner = find_checkpoints(model, refiner, vae, preset)
+    base, found_refiner = find_checkpoints(model, refiner, vae, preset, config, CACHE, notify)
     base = replace(
         base,
         controlnets=tuple(map(parse_controlnet, controlnets)),
@@ -137,7 +141,7 @@ def parse_plan(
     for warning in merge.warnings if merge else ():
         print_warning(warning)
     plan = BuildPlan(
-        model=name or (base.root.resolve().name if Path(model).is_dir() else model.rpartition("/")[2]),
+        model=name or default_name(model),
         base=base,
         refiner=refiner_checkpoint,
         target=target,
@@ -161,6 +165,14 @@ def parse_plan(
             param_hint="--policy",
         )
     return plan
+
+
+def default_name(model: str) -> str:
+    """Return the name in the store of a model folder, a single file or a Hub id."""
+    name = Path(model).resolve().name if Path(model).is_dir() else model.rpartition("/")[2]
+    if not name.endswith(".safetensors"):
+        return name
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name.removesuffix(".safetensors")).strip("-._")[:128] or "model"
 
 
 def plan_quantization(

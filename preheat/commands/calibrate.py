@@ -23,6 +23,7 @@ from preheat.console import (
     StoreOption,
     activity,
     console,
+    notify,
     open_cli_store,
     parse_size,
     plain,
@@ -51,7 +52,7 @@ class BadPrompts(PreheatError):
 
 
 def calibrate(
-    model: Annotated[str, typer.Argument(help="Folder in diffusers' layout, or a Hub id.")],
+    model: Annotated[str, typer.Argument(help="Folder in diffusers' layout, single .safetensors file, or a Hub id.")],
     prompts: Annotated[Path, typer.Option(help="Text file with one prompt in each line.")] = PROMPTS,
     negative_prompt: Annotated[str, typer.Option(help="The negative prompt of all prompts.")] = "",
     steps: Annotated[int, typer.Option(min=1, max=MAX_STEPS, help="Steps of each image.")] = 20,
@@ -137,7 +138,7 @@ def find_parts(
     """Return the checkpoints of the base and the refiner. Raises CheckpointError."""
     from engine_builder.checkpoints.find import find_checkpoints
 
-    base, found = find_checkpoints(model, refiner, vae)
+    base, found = find_checkpoints(model, refiner, vae, report=notify)
     return base, None if no_refiner else found
 
 

@@ -17,13 +17,14 @@ from preheat.console import (
     StoreOption,
     activity,
     console,
+    notify,
     open_cli_store,
     plain,
 )
 
 
 def export_onnx(
-    model: Annotated[str, typer.Argument(help="Folder in diffusers' layout, or a Hub id.")],
+    model: Annotated[str, typer.Argument(help="Folder in diffusers' layout, single .safetensors file, or a Hub id.")],
     refiner: Annotated[str | None, typer.Option(help="The refiner; default: MODEL/refiner if it exists.")] = None,
     store: StoreOption = DEFAULT_STORE,
     precision: Annotated[
@@ -57,7 +58,7 @@ def export_onnx(
         from engine_builder.checkpoints.find import find_checkpoints
 
     opened_store = open_cli_store(store, cache_dir)
-    checkpoints = find_checkpoints(model, refiner)
+    checkpoints = find_checkpoints(model, refiner, report=notify)
     quantization = plan_quantization(*checkpoints, policy, opened_store, chosen) if chosen == FP8 else None
     with progress() as report:
         exported = export_model(*checkpoints, chosen, opened_store, report, opset, quantization)

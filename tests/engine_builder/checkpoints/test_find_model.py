@@ -83,6 +83,19 @@ def test_continues_an_interrupted_download(repository: Path, tmp_path: Path) -> 
         assert running.downloaded.count(f"unet/{names[0]}") == 1
 
 
+def test_downloads_only_the_named_file(repository: Path, tmp_path: Path) -> None:
+    """The file is not a checkpoint, which is said after its download. A pickle is not downloaded."""
+    (repository / "old.ckpt").write_bytes(b"\x80\x02pickled")
+    with hub("owner/model", repository) as running:
+        result = find(running.url, tmp_path / "home", "owner/model/toy_1.0.safetensors")
+        assert "toy_1.0.safetensors is not a complete safetensors file" in result.stderr
+        missing = find(running.url, tmp_path / "home", "owner/model/other.safetensors")
+        assert "CheckpointError: owner/model has no other.safetensors." in missing.stderr
+        pickled = find(running.url, tmp_path / "home", "owner/model/old.ckpt")
+        assert "old.ckpt may hold a pickle" in pickled.stderr
+        assert running.downloaded == ["toy_1.0.safetensors"]
+
+
 def test_reports_a_missing_repository(repository: Path, tmp_path: Path) -> None:
     (repository / "model_index.json").unlink()
     with hub("owner/model", repository) as running:

@@ -81,6 +81,7 @@ def odd_arguments(files: OddFiles) -> dict[str, tuple[Values, ...]]:
         "check-config": ([*paths, *files.configs],),
         "report": ([*paths, f"{Path(files.json[0]).parent}"],),
         "keygen": ([*paths, *TEXTS],),
+        "request": (inputs,),
         "plan-replicas": (traffic,),
     }
 
