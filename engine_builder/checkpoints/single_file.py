@@ -50,6 +50,7 @@ _OTHER_CONFIG = (
     "Download the file again. If the model has another architecture, name a folder with its configs with --config."
 )
 _SMALLEST_TYPE = torch.float16
+_MORE_TENSORS = 8  # than a config describes, so that a few unknown ones are named
 Report = Callable[[str], None]
 Files = dict[str, bytes]
 """The files of a folder that hold no weights, by their paths."""
@@ -219,10 +220,15 @@ def _convert(name: str, prefix: str, tensors: dict[str, Tensor], network: Any) -
 
 def _check_network(name: str, prefix: str, header: Header, files: Files, what: str) -> None:
     """Raise CheckpointError unless the header's tensors are those of the network, each of them used."""
-    from diffusers.loaders.single_file_utils import SD_2_TEXT_ENCODER_KEYS_TO_IGNORE
+    from diffusers.loaders.single_file_utils import SD_2_TEXT_ENCODER_KEYS_TO_IGNORE as UNREAD_LAYERS
 
     network = _make_network(name, files)
-    shapes = {key: info.shape for key, info in header.of(prefix).items()}
+    shapes = {key: info.shape for key, info in header.of(prefix).items() if key not in UNREAD_LAYERS}
+    most = len(network.state_dict())
+    if len(shapes) > most + _MORE_TENSORS:  # the time of a conversion grows with the square of their number
+        raise CheckpointError(
+            f"{what}, but its {name} has {len(shapes):,} tensors, and its config describes {most:,}.", _OTHER_CONFIG
+        )
     try:
         with quiet_libraries():
             tensors = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
@@ -245,7 +251,7 @@ def _check_network(name: str, prefix: str, header: Header, files: Files, what: s
             )
     # A conversion only splits, turns and renames, so fewer numbers mean that a tensor was left out.
     used = sum(math.prod(shape) for shape in found.values())
-    given = sum(math.prod(shape) for key, shape in shapes.items() if key not in SD_2_TEXT_ENCODER_KEYS_TO_IGNORE)
+    given = sum(map(math.prod, shapes.values()))
     if used != given:
         kept = {id(one if one._base is None else one._base) for one in converted.values()}
         unused = [key for key, one in tensors.items() if id(one) not in kept and "in_proj" not in key]
