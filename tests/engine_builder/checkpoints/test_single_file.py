@@ -314,7 +314,7 @@ def test_missing_networks_name_the_option_that_adds_them(folders: dict[str, Path
 def test_vae_files_are_checked(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     for tensors, words in (
-        ({"decoder.conv_out.weight": (3, 8, 3, 3)}, "is the file of a VAE, but its vae lacks encoder.conv_in"),
+        ({"decoder.conv_out.weight": (3, 8, 3, 3)}, "the file of a VAE, but its vae lacks encoder.conv_in.*a VAE of"),
         ({"lora_x.lora_up.weight": (4, 4)}, "is a LoRA adapter"),
         ({"something": (4, 4)}, "has no VAE"),
     ):
