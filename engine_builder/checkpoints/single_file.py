@@ -49,7 +49,9 @@ _TEXT_REMEDY = "Name the folder of a model of this family with --config: the net
 _OTHER_CONFIG = (
     "Download the file again. If the model has another architecture, name a folder with its configs with --config."
 )
+_OTHER_VAE = "Download the file again, or give a VAE of this model's family."
 _SMALLEST_TYPE = torch.float16
+_MORE_TENSORS = 8  # than a config describes, so that a few unknown ones are named
 Report = Callable[[str], None]
 Files = dict[str, bytes]
 """The files of a folder that hold no weights, by their paths."""
@@ -135,7 +137,7 @@ def convert_vae(path: Path, model: Path, cache: Path = CACHE, report: Report = i
     if not names:
         raise CheckpointError(f"{path} has no VAE.", "Give --vae a file of a VAE, a folder or a Hub id.")
     check_types(header, VAE_PREFIX)
-    _check_network("vae", VAE_PREFIX, header, files, what)
+    _check_network("vae", VAE_PREFIX, header, files, what, _OTHER_VAE)
 
     def write(folder: Path) -> None:
         report(f"{path.name}: converting the VAE")
@@ -217,18 +219,25 @@ def _convert(name: str, prefix: str, tensors: dict[str, Tensor], network: Any) -
     return converted
 
 
-def _check_network(name: str, prefix: str, header: Header, files: Files, what: str) -> None:
+def _check_network(
+    name: str, prefix: str, header: Header, files: Files, what: str, remedy: str = _OTHER_CONFIG
+) -> None:
     """Raise CheckpointError unless the header's tensors are those of the network, each of them used."""
-    from diffusers.loaders.single_file_utils import SD_2_TEXT_ENCODER_KEYS_TO_IGNORE
+    from diffusers.loaders.single_file_utils import SD_2_TEXT_ENCODER_KEYS_TO_IGNORE as UNREAD_LAYERS
 
     network = _make_network(name, files)
-    shapes = {key: info.shape for key, info in header.of(prefix).items()}
+    shapes = {key: info.shape for key, info in header.of(prefix).items() if key not in UNREAD_LAYERS}
+    most = len(network.state_dict())
+    if len(shapes) > most + _MORE_TENSORS:  # the time of a conversion grows with the square of their number
+        raise CheckpointError(
+            f"{what}, but its {name} has {len(shapes):,} tensors, and its config describes {most:,}.", remedy
+        )
     try:
         with quiet_libraries():
             tensors = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
             converted = {key: one for key, one in _convert(name, prefix, tensors, network).items() if one is not None}
     except Exception as error:  # a missing tensor raises KeyError, AttributeError or TypeError
-        raise CheckpointError(f"{what}, and its {name} lacks {cause_of(error)[:200]}.", _OTHER_CONFIG) from error
+        raise CheckpointError(f"{what}, and its {name} lacks {cause_of(error)[:200]}.", remedy) from error
     expected = {key: tuple(one.shape) for key, one in network.state_dict().items()}
     found = {key: tuple(one.shape) for key, one in converted.items()}
     problems = [
@@ -241,17 +250,17 @@ def _check_network(name: str, prefix: str, header: Header, files: Files, what: s
             others = f" and {len(keys) - 3:,} others" if len(keys) > 3 else ""
             raise CheckpointError(
                 f"{what}, but its {name} {problem} {', '.join(f'{key:.100}' for key in keys[:3])}{others}.",
-                _OTHER_CONFIG,
+                remedy,
             )
     # A conversion only splits, turns and renames, so fewer numbers mean that a tensor was left out.
     used = sum(math.prod(shape) for shape in found.values())
-    given = sum(math.prod(shape) for key, shape in shapes.items() if key not in SD_2_TEXT_ENCODER_KEYS_TO_IGNORE)
+    given = sum(map(math.prod, shapes.values()))
     if used != given:
         kept = {id(one if one._base is None else one._base) for one in converted.values()}
         unused = [key for key, one in tensors.items() if id(one) not in kept and "in_proj" not in key]
         raise CheckpointError(
             f"{what}, but its {name} also has {', '.join(f'{key:.100}' for key in unused[:3])}, which nothing reads.",
-            _OTHER_CONFIG,
+            remedy,
         )
 
 

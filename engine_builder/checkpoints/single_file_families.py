@@ -157,7 +157,7 @@ FAMILIES: dict[str, SingleFileFamily] = {
         title="Stable Diffusion 2 for inpainting", channels=9, pipeline="StableDiffusionInpaintPipeline",
         **_SD2 | {
             "unet": _SD2_UNET | {"sample_size": 64, "upcast_attention": False},
-            "scheduler": _V | {"prediction_type": "epsilon"},
+            "vae": _SD_VAE, "scheduler": _SD["scheduler"],
         },
     ),
 }  # fmt: skip

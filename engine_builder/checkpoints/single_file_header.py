@@ -35,7 +35,10 @@ _KEPT_TYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 # What files begin with in place of the size of a header -> what they are, and what to do.
 _FORMATS: dict[bytes, tuple[str, str]] = {
     b"PK\x03\x04": ("a zip file or a pickle, which can run code; it was not opened", _PICKLE_REMEDY),
-    b"\x80": ("a pickle, which can run code; it was not opened", _PICKLE_REMEDY),
+    **{
+        bytes((0x80, protocol)): ("a pickle, which can run code; it was not opened", _PICKLE_REMEDY)
+        for protocol in range(2, 6)
+    },
     b"GGUF": ("a GGUF file with quantized weights", "Use the .safetensors file of the same model."),
     b"version https://git-lfs": ("a pointer of Git LFS", "Fetch the file itself with `git lfs pull`."),
     b"<": ("a web page", "The site asks for a login or a token: download the file in a browser, or with an API key."),
@@ -161,7 +164,10 @@ def read_header(path: Path) -> Header:
         raise CheckpointError(f"{path} may hold a pickle, which can run code. It was not opened.", _PICKLE_REMEDY)
     header_size = int.from_bytes(start[:8], "little")
     if len(start) < 8 or header_size > min(size, _HEADER_LIMIT):
-        raise CheckpointError(f"{path} is not a complete safetensors file: it has no valid header.", DOWNLOAD_AGAIN)
+        raise CheckpointError(
+            f"{path} is not a complete safetensors file: it has no header of 1 to {_HEADER_LIMIT:,} bytes.",
+            DOWNLOAD_AGAIN,
+        )
     try:
         with safe_open(path, framework="pt") as opened:
             names = list(opened.keys())
