@@ -102,6 +102,12 @@ def invalid_values(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
     return st.one_of(choices)
 
 
+def make_guidance_and_sampler_valid(body: dict[str, Any]) -> None:
+    """Make the fields about guidance and the sampler fit together: each pair of them seldom does."""
+    for name in ("end_cfg_frac", "guidance_start", "scheduler"):
+        body.pop(name, None)
+
+
 def make_images_valid(body: dict[str, Any]) -> None:
     """Make the fields about images fit together, as far as other fields allow it.
 
@@ -131,6 +137,8 @@ def bodies(draw: st.DrawFn, properties: dict[str, Any]) -> bytes:
     body = {name: draw(valid_values(properties[name])) for name in sorted(names | {"prompt"})}
     if draw(st.integers(0, 3)):
         make_images_valid(body)
+    if draw(st.integers(0, 3)):
+        make_guidance_and_sampler_valid(body)
     invalid_count = draw(st.integers(0, 3))
     for name in draw(st.lists(st.sampled_from(sorted(properties)), min_size=invalid_count, max_size=invalid_count)):
         body[name] = draw(invalid_values(properties[name]))
