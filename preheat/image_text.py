@@ -35,10 +35,6 @@ _A1111 = {"Steps": ("num_inference_steps", _WHOLE), "CFG scale": ("guidance_scal
 # Settings that state no more than others, or name files.
 _A1111_SILENT = ("Sampler", "Schedule type", "Size", "Model", "Model hash", "Version", "VAE", "VAE hash", "Lora hashes",
                  "TI hashes", "Hashes", "RNG")  # fmt: skip
-_COMFY_SAMPLERS = {
-    "euler": "Euler", "euler_ancestral": "Euler a", "heun": "Heun", "ddim": "DDIM", "lcm": "LCM",
-    "dpmpp_2m": "DPM++ 2M", "dpmpp_2m_sde": "DPM++ 2M SDE", "dpmpp_2m_sde_gpu": "DPM++ 2M SDE",
-}  # fmt: skip
 _COMFY_FIELDS = {"steps": "num_inference_steps", "cfg": "guidance_scale", "seed": "seed", "noise_seed": "seed"}
 _MAX_NODES = 10_000
 Fields = dict[str, Any]
@@ -124,7 +120,10 @@ def _from_comfyui(graph: Mapping[str, Any]) -> tuple[Fields, list[str]]:
         if isinstance(side := _first(nodes, inputs.get("latent_image"), (name,)), int):
             fields[name] = side
     sampler, schedule = str(inputs.get("sampler_name")), str(inputs.get("scheduler"))
-    _set_sampler(fields, notes, _COMFY_SAMPLERS.get(sampler, sampler), "" if schedule == "normal" else schedule.title())
+    served = [
+        one for one in SPECS.values() if sampler in one.comfy and schedule == ("karras" if one.karras else "normal")
+    ]
+    _set_sampler(fields, notes, served[0].name if served else f"{sampler} {schedule}", "")
     loras = [
         {"name": Path(str(node["lora_name"])).stem, "scale": node.get("strength_model", 1.0)}
         for node in _upstream(nodes, inputs.get("model"))

@@ -32,6 +32,7 @@ class SamplerSpec:
     edm: DiffusersClass | None = None  # for models in the EDM formulation. None: they do not have the sampler
     takes: tuple[str, ...] = ()  # the fields of a request that replace its own spacing
     spacing: str = "linspace"  # of a model that leaves `timestep_spacing` to the sampler
+    comfy: tuple[str, ...] = ()  # its names in ComfyUI, without the schedule
     karras: bool = False  # the sigmas of Karras et al. 2022, equation 5, in place of the model's spacing
     max_steps: int = MAX_STEPS  # of one request
     order: int = 1  # runs of the UNet in each step but the last, which has one
@@ -61,23 +62,37 @@ def _edm_dpm(algorithm: str) -> DiffusersClass:
 
 EULER = SamplerSpec(
     "Euler", "euler", DiffusersClass("EulerDiscreteScheduler"), DiffusersClass("EDMEulerScheduler"),
-    takes=("timesteps", "sigmas"), forecasts=_BOTH,
+    takes=("timesteps", "sigmas"), forecasts=_BOTH, comfy=("euler",),
 )  # fmt: skip
-EULER_A = SamplerSpec("Euler a", "euler", DiffusersClass("EulerAncestralDiscreteScheduler"), draws_noise=True)
-HEUN = SamplerSpec("Heun", "heun", DiffusersClass("HeunDiscreteScheduler"), takes=("timesteps",), max_steps=50, order=2)
-DDIM = SamplerSpec("DDIM", "ddim", DiffusersClass("DDIMScheduler"), spacing="leading", forecasts=_BOTH)
-DPM_2M = SamplerSpec("DPM++ 2M", "dpm", _dpm("dpmsolver++", karras=False), takes=("timesteps",), forecasts=_BOTH)
+EULER_A = SamplerSpec(
+    "Euler a", "euler", DiffusersClass("EulerAncestralDiscreteScheduler"), draws_noise=True, comfy=("euler_ancestral",)
+)
+HEUN = SamplerSpec(
+    "Heun",
+    "heun",
+    DiffusersClass("HeunDiscreteScheduler"),
+    takes=("timesteps",),
+    max_steps=50,
+    order=2,
+    comfy=("heun",),
+)
+DDIM = SamplerSpec("DDIM", "ddim", DiffusersClass("DDIMScheduler"), spacing="leading", forecasts=_BOTH, comfy=("ddim",))
+DPM_2M = SamplerSpec(
+    "DPM++ 2M", "dpm", _dpm("dpmsolver++", karras=False), takes=("timesteps",), forecasts=_BOTH, comfy=("dpmpp_2m",)
+)
 DPM_2M_KARRAS = SamplerSpec(
     "DPM++ 2M Karras", "dpm", _dpm("dpmsolver++", karras=True), _edm_dpm("dpmsolver++"), karras=True,
     forecasts=("fast",),  # 21 plain steps are nearer to 30 than `quality`
+    comfy=("dpmpp_2m",),
 )  # fmt: skip
 DPM_2M_SDE_KARRAS = SamplerSpec(
     "DPM++ 2M SDE Karras", "dpm", _dpm("sde-dpmsolver++", karras=True), _edm_dpm("sde-dpmsolver++"), karras=True,
-    draws_noise=True,
+    draws_noise=True, comfy=("dpmpp_2m_sde", "dpmpp_2m_sde_gpu"),
 )  # fmt: skip
 LCM = SamplerSpec(
-    "LCM", "lcm", DiffusersClass("LCMScheduler"), takes=("timesteps",), max_steps=50, draws_noise=True, distilled=True
-)
+    "LCM", "lcm", DiffusersClass("LCMScheduler"), takes=("timesteps",), max_steps=50, draws_noise=True, distilled=True,
+    comfy=("lcm",),
+)  # fmt: skip
 SPECS = {spec.name: spec for spec in (EULER, EULER_A, HEUN, DDIM, DPM_2M, DPM_2M_KARRAS, DPM_2M_SDE_KARRAS, LCM)}
 # The names as users read them: samplers that run the UNet once in a step come first.
 SAMPLERS = tuple(sorted(SPECS, key=lambda name: SPECS[name].order))
