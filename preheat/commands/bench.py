@@ -3,8 +3,8 @@
 import io
 import shutil
 import subprocess
-import tarfile
 import tempfile
+import zipfile
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -249,12 +249,14 @@ def _configs_of_commit(commit: str, configs: list[Path], folder: Path) -> list[P
 
     Raises typer.BadParameter if the commit is not one of this repository.
     """
-    archive = subprocess.run(["git", "-C", ROOT, "archive", "--end-of-options", commit], capture_output=True)
+    archive = subprocess.run(
+        ["git", "-C", ROOT, "archive", "--format=zip", "--end-of-options", commit], capture_output=True
+    )
     if archive.returncode:
         reason = archive.stderr.decode(errors="replace").strip().splitlines()[-1:]
         raise typer.BadParameter(f"{commit!r} is not a commit of {ROOT}: {' '.join(reason)}", param_hint="--against")
-    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
-        files.extractall(folder, filter="data")
+    with zipfile.ZipFile(io.BytesIO(archive.stdout)) as files:
+        files.extractall(folder)
     found = []
     for number, config in enumerate(configs):
         path = folder / (config.relative_to(ROOT) if config.is_relative_to(ROOT) else f"config-{number}.yaml")
