@@ -214,6 +214,7 @@ class StepCosts:
         """Replace the seconds of all calls. They are a guess if one is not known."""
         self.is_known = set(self.options) <= set(known)
         self._seconds = {one: known[one] if self.is_known else _guess(one) for one in self.options}
+        self._by_call = {(one.variant, one.paired, one.batch): seconds for one, seconds in self._seconds.items()}
         self._cheapest = lru_cache(maxsize=4096)(partial(cheapest, seconds=self._seconds))
 
     def cheapest(self, counts: Counts) -> Cover:
@@ -222,8 +223,7 @@ class StepCosts:
 
     def seconds(self, counts: Counts) -> float:
         """Return the seconds of a step, in arbitrary units if they are not known."""
-        by_call = {(one.variant, one.paired, one.batch): seconds for one, seconds in self._seconds.items()}
-        return sum(by_call[call[:3]] for call in self.cheapest(counts))
+        return sum(self._by_call[call[:3]] for call in self.cheapest(counts))
 
 
 def scaled(

@@ -6,21 +6,35 @@ wait to fill the loop, all are admitted: throughput then shortens the queue. All
 the duration of its steps.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from model.denoising.cover import Kind, StepCosts, count_entries
+
 MAX_TIME_RATIO = 0.9  # largest ratio of seconds, together to apart, that counts as an improvement
+Entries = tuple[Kind, int]
+"""What an image needs of a step, and its batch entries."""
 
 
 class Joining(NamedTuple):
     """The images that run and some of those that wait. Seconds of a step.
 
-    together: of all of them. apart: of those that run, and of the others at the seconds per entry of steps that have as
-    many entries as run now and are of their own kind.
+    together: of all of them. apart: of the images that run, and of the others at the seconds per entry of steps that
+    have as many entries as run now and are of their own kind.
     """
 
     together: float
     apart: float
+
+
+def joinings(costs: StepCosts, now: Sequence[Entries], waiting: Sequence[Entries]) -> Iterator[Joining]:
+    """Yield the images `now`, which run, with the first of those that wait, with the first two, and so on."""
+    running = sum(count for _, count in now)
+    apart = costs.seconds(count_entries(now))
+    for number, (kind, count) in enumerate(waiting, 1):
+        as_many = running + (kind.paired and running % 2)
+        apart += count * costs.seconds(((kind, as_many),)) / as_many
+        yield Joining(costs.seconds(count_entries([*now, *waiting[:number]])), apart)
 
 
 def may_join(joining: Iterable[Joining], fills: bool) -> bool:

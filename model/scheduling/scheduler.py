@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +25,6 @@ from typing import Any
 import torch
 
 from model import metrics
-from model.denoising.cover import count_entries
 from model.denoising.loop import ImageState, slots
 from model.denoising.step_plan import StepNeeds
 from model.errors import AdapterError, BrokenImage, PreheatError, Unavailable
@@ -35,7 +34,7 @@ from model.pipeline.params import GenerationParams
 from model.pipeline.preview import Preview, PreviewMap
 from model.pipeline.runner import Runner
 from model.scheduling.adapter_turns import AdapterTurns
-from model.scheduling.admission import Joining, may_join, shortens_mean_latency
+from model.scheduling.admission import joinings, may_join, shortens_mean_latency
 from model.scheduling.comparison import ImageComparison
 from model.scheduling.in_flight import InFlight
 from model.scheduling.interface import check_queue
@@ -407,25 +406,13 @@ class Scheduler:
         now = [
             image.now if image in loop.images
             else owner.plan.first_needs if owner.plan.first.loop == key
-            else StepNeeds(image.now.entries, image.now.slots)  # its features are those of another UNet
+            else StepNeeds(image.now.entries, image.now.slots)  # another UNet has other features
             for image, owner in running.items()
         ]  # fmt: skip
-        entries = sum(one.entries for one in now)
-        if not entries:
+        if not now:
             return True
-
-        def seconds(needs: Iterable[StepNeeds]) -> float:
-            return loop.costs.seconds(count_entries((loop.kind(one), one.entries) for one in needs))
-
-        def together_with(more: int) -> Joining:
-            added = waiting[:more]
-            kinds = {loop.kind(one) for one in added}
-            as_many = {kind: entries + kind.paired * (entries % 2) for kind in kinds}
-            of_entry = {kind: loop.costs.seconds(((kind, count),)) / count for kind, count in as_many.items()}
-            apart = sum(one.entries * of_entry[loop.kind(one)] for one in added)
-            return Joining(seconds([*now, *added]), seconds(now) + apart)
-
-        return may_join(map(together_with, range(1, count + 1)), room[-1] >= loop.capacity)
+        of_now, of_waiting = ([(loop.kind(one), one.entries) for one in part] for part in (now, waiting[:count]))
+        return may_join(joinings(loop.costs, of_now, of_waiting), room[-1] >= loop.capacity)
 
     def _leave_queue(self, images: int) -> None:
         with self._wakeup:
