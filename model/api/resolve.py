@@ -5,11 +5,11 @@ This module uses no engines: `ServedModel` describes what is served.
 
 import secrets
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from model.api.request import without_images
 from model.denoising.sampler_specs import (
-    SPECS,
     check_forecast,
     check_guidance,
     check_refiner,
@@ -97,9 +97,12 @@ def resolve(
         values["strength"] = default if request.strength is None else request.strength
         if not request.masks or any(mask.strength is None for mask in request.masks):
             skipped_steps(values["strength"], steps)
-    if request.metadata:
-        values["metadata"] = _metadata(request, values, served.release)
-    return GenerationParams(**values)
+    params = GenerationParams(**values)
+    if not request.metadata:
+        return params
+    # A request may not name a default that the sampler does not offer.
+    metadata = _metadata(request, values | {"forecast": params.used_forecast}, served.release)
+    return replace(params, metadata=metadata)
 
 
 def _metadata(request: GenerationRequest, values: dict[str, Any], release: str) -> dict[str, Any]:
@@ -110,8 +113,6 @@ def _metadata(request: GenerationRequest, values: dict[str, Any], release: str) 
     found = request.model_dump(exclude_none=True, exclude_unset=True, exclude=_ABOUT_ANSWER)
     names = type(request).model_fields.keys() & values.keys() - {"loras"}
     found |= {name: values[name] for name in names if values[name] is not None}
-    if found["forecast"] not in SPECS[values["scheduler"]].forecasts:
-        found["forecast"] = "off"  # a default that the sampler does not offer, which a request may not name
     metadata = {"release": release, "request": without_images(found)}
     size = len(metadata_text(metadata, SEED_COUNT))
     if values["output_format"] == "jpeg" and size > MAX_JPEG_BYTES:
