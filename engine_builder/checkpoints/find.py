@@ -96,44 +96,41 @@ def _find_preset(name: str) -> Preset:
 
 def _download(hub_id: str) -> Path:
     """Download a Hub repository and return its folder in the Hub's cache. Raises CheckpointError."""
-    from huggingface_hub import errors, snapshot_download
-
-    http_error = errors.HTTPError  # type: ignore[attr-defined]  # the base class of the Hub client's HTTP errors
     folders = dict.fromkeys(spec.checkpoint_folder for spec in COMPONENTS.values())
     subfolders = [f"{root}{folder}" for root in ("", "refiner/") for folder in folders]
-    try:
-        fp16_patterns = [f"{subfolder}/*.fp16*.safetensors" for subfolder in subfolders]
-        patterns = [*_SETTINGS_PATTERNS, *fp16_patterns, *_VAE_PATTERNS]
-        snapshot = Path(snapshot_download(hub_id, allow_patterns=patterns))
-        # Search every subfolder, also one with files: an interrupted download leaves some of the files.
-        downloaded = [subfolder for subfolder in subfolders if (snapshot / subfolder).is_dir()]
-        without_fp16 = [name for name in downloaded if not any((snapshot / name).glob("*.fp16*.safetensors"))]
-        if without_fp16:
-            patterns = [f"{subfolder}/*.safetensors" for subfolder in without_fp16]
-            snapshot_download(hub_id, revision=snapshot.name, allow_patterns=patterns)
-    except (http_error, errors.HFValidationError, OSError) as error:
-        raise CheckpointError(
-            f"{hub_id} is not a folder, and could not be downloaded from the Hub: {str(error).rstrip('.')}.",
-            "Check the name, the connection and the free disk space, and run the command again.",
-        ) from error
+    fp16_patterns = [f"{subfolder}/*.fp16*.safetensors" for subfolder in subfolders]
+    what = f"{hub_id} is not a folder, and"
+    snapshot = _fetch(hub_id, [*_SETTINGS_PATTERNS, *fp16_patterns, *_VAE_PATTERNS], what)
+    # Search every subfolder, also one with files: an interrupted download leaves some of the files.
+    downloaded = [subfolder for subfolder in subfolders if (snapshot / subfolder).is_dir()]
+    if without_fp16 := [name for name in downloaded if not any((snapshot / name).glob("*.fp16*.safetensors"))]:
+        _fetch(hub_id, [f"{subfolder}/*.safetensors" for subfolder in without_fp16], what, revision=snapshot.name)
     return snapshot
 
 
 def _download_file(hub_id: str, file: str) -> Path:
     """Download one file of a Hub repository and return its path in the Hub's cache. Raises CheckpointError."""
+    path = _fetch(hub_id, [file], f"{file} of {hub_id}") / file
+    if not path.is_file():
+        raise CheckpointError(f"{hub_id} has no {file}.", "Check the name of the file on the repository's page.")
+    return path
+
+
+def _fetch(hub_id: str, patterns: list[str], what: str, revision: str | None = None) -> Path:
+    """Download files of a Hub repository and return its folder in the Hub's cache. Raises CheckpointError.
+
+    what: the subject of the error.
+    """
     from huggingface_hub import errors, snapshot_download
 
     http_error = errors.HTTPError  # type: ignore[attr-defined]  # the base class of the Hub client's HTTP errors
     try:
-        path = Path(snapshot_download(hub_id, allow_patterns=[file])) / file
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
     except (http_error, errors.HFValidationError, OSError) as error:
         raise CheckpointError(
-            f"{file} of {hub_id} could not be downloaded from the Hub: {str(error).rstrip('.')}.",
+            f"{what} could not be downloaded from the Hub: {str(error).rstrip('.')}.",
             "Check the name, the connection and the free disk space, and run the command again.",
         ) from error
-    if not path.is_file():
-        raise CheckpointError(f"{hub_id} has no {file}.", "Check the name of the file on the repository's page.")
-    return path
 
 
 def _check_has_index(folder: Path, requested: str) -> None:
