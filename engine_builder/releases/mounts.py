@@ -22,6 +22,7 @@ class Mount:
     """The part of a config's `weights` that a store in a folder lies in.
 
     location: the mounted folder. store: the URL of the same store at its source. prefix: of its keys in the folder.
+    allowed, ignored: the patterns of the files that are mounted (None: all) and of those that are left out.
     """
 
     location: str
