@@ -1,7 +1,7 @@
 """A scheduler on linear networks, whose steps a test can hold, count and fail."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
@@ -11,8 +11,10 @@ from model.denoising.loop import ImageState
 from model.pipeline import spec
 from model.pipeline.loaded_model import LoadedModel, LoopKey
 from model.pipeline.params import GenerationParams
+from model.pipeline.runner import Runner
 from model.scheduling.job import GenerationResult, Job
 from model.scheduling.scheduler import Scheduler
+from model.settings import Limits
 from tests.support.linear_networks import PLAIN
 from tests.support.waiting import TIMEOUT_SECONDS
 
@@ -26,6 +28,16 @@ def params(seed: int, **changes: object) -> GenerationParams:
 def results(*jobs: Job) -> list[GenerationResult]:
     """Wait for all jobs, and return their results."""
     return [job.result.result(TIMEOUT_SECONDS) for job in jobs]
+
+
+def served_together(model: LoadedModel, requests: Sequence[GenerationParams]) -> list[GenerationResult]:
+    """Return the results of requests that arrive in one round."""
+    scheduler = Scheduler(Runner(model), Limits(), lambda: None)
+    with paused(scheduler):
+        jobs = [scheduler.submit(params) for params in requests]
+    finished = results(*jobs)
+    scheduler.close()
+    return finished
 
 
 def settle(scheduler: Scheduler) -> None:

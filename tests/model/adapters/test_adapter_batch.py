@@ -24,16 +24,13 @@ from model.loading.target import detect_targets
 from model.loading.warmup import warm_up
 from model.pipeline.params import GenerationParams, Mask
 from model.pipeline.request_plan import plan_request
-from model.pipeline.runner import Runner
 from model.pipeline.text_to_image import generate
-from model.scheduling.scheduler import Scheduler
-from model.settings import Limits
 from tests.support.adapters import PACKABLE, module_shapes, random_deltas, write_adapter
 from tests.support.deployments import deployed
 from tests.support.images import largest_difference, pixels
 from tests.support.linear_networks import PLAIN
 from tests.support.reference import Reference
-from tests.support.scheduling import paused, results
+from tests.support.scheduling import served_together
 from tests.support.uncompiled import publish_uncompiled
 
 RANK = 8
@@ -177,12 +174,7 @@ def test_scheduler_runs_different_adapters_together(adapted: Loaded) -> None:
     warm_up(adapted)
     requests = [*REQUESTS, params(seed=6), params(("nine", 1.0), seed=7)]
     alone = [generate(adapted.model, [request])[0][0] for request in requests]
-    scheduler = Scheduler(Runner(adapted.model), Limits(), lambda: None)
-    with paused(scheduler):
-        jobs = [scheduler.submit(request) for request in requests]
-    finished = results(*jobs)
-    scheduler.close()
-    for image, result in zip(alone, finished, strict=True):
+    for image, result in zip(alone, served_together(adapted.model, requests), strict=True):
         assert largest_difference(image, pixels(result.images[0])) <= 1
 
 

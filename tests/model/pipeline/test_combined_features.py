@@ -21,9 +21,7 @@ from model.loading.target import Target, detect_targets
 from model.loading.warmup import warm_up
 from model.pipeline.params import Control, GenerationParams, ImagePrompt
 from model.pipeline.request_plan import plan_request
-from model.pipeline.runner import Runner
-from model.scheduling.scheduler import Scheduler
-from model.settings import Limits, ServedBucket
+from model.settings import ServedBucket
 from model.store.precision import FP32
 from model.validation import Forecast
 from tests.support import ip_adapters, parity
@@ -32,7 +30,7 @@ from tests.support.deployments import deployed
 from tests.support.images import largest_difference, pixels
 from tests.support.parity import image_of, load, params_of, picture
 from tests.support.reference import Reference
-from tests.support.scheduling import paused, results
+from tests.support.scheduling import served_together
 from tests.support.static_tokens import with_graph_loop
 from tests.support.uncompiled import publish_uncompiled
 
@@ -139,12 +137,7 @@ def test_scheduler_serves_all_features_without_a_merge(toy: Loaded, monkeypatch:
     [engine] = toy.model.engines[ALL].engines
     run, entries = engine.run, list[int]()
     monkeypatch.setattr(engine, "run", lambda inputs: (entries.append(len(inputs["sample"])), run(inputs))[1])
-    scheduler = Scheduler(Runner(toy.model), Limits(), lambda: None)
-    with paused(scheduler):
-        jobs = [scheduler.submit(params) for params in with_adapters]
-    finished = results(*jobs)
-    scheduler.close()
-    for image, result in zip(alone, finished, strict=True):
+    for image, result in zip(alone, served_together(toy.model, with_adapters), strict=True):
         assert largest_difference(image, pixels(result.images[0])) <= 1
     assert max(entries) > 2  # more than one image
     assert toy.model.active_adapters == ()
