@@ -151,11 +151,13 @@ def test_many_entries_of_many_kinds_are_divided_at_once() -> None:
     check(cheapest(counts, seconds), counts, seconds)
 
 
+@pytest.mark.parametrize("cheapest_batch", ["smallest", "largest"])
 @pytest.mark.parametrize("batches", [(1,), (1, 3), (1, 2, 4)])
-def test_many_entries_of_paired_kinds_are_divided_although_the_smallest_batch_is_the_cheapest(
-    batches: tuple[int, ...],
+def test_many_entries_of_paired_kinds_are_divided_into_whole_images(
+    batches: tuple[int, ...], cheapest_batch: str
 ) -> None:
-    """What is left of a paired kind must be whole images."""
+    """Whichever batch takes the fewest seconds per entry, what is left of a paired kind must be whole images."""
     counts = ((ZEROS, 40),)
-    seconds = {option: option.batch * (1 + 0.01 * option.batch) for option in options(*batches)}
+    slope = 0.01 if cheapest_batch == "smallest" else -0.01
+    seconds = {option: option.batch * (1 + slope * option.batch) for option in options(*batches)}
     check(cheapest(counts, seconds), counts, seconds)
