@@ -13,7 +13,7 @@ from model.pipeline import spec
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import GenerationParams
 from model.pipeline.request_plan import RequestPlan
-from model.scheduling.admission import Joining, may_join, shortens_mean_latency
+from model.scheduling.admission import Joining, joinings, may_join, shortens_mean_latency
 from model.scheduling.scheduler import Scheduler
 from model.settings import Limits
 from tests.support.scheduling import HEIGHT, WIDTHS, Gate, params, paused, results
@@ -224,6 +224,19 @@ def test_more_entries_must_save_ten_percent_of_each(
         for count in range(running + 1, min(running + waiting, capacity) + 1)
     ]
     assert may_join(joining, running + waiting >= capacity) is joins
+
+
+def test_joinings_compare_with_steps_of_the_own_kind() -> None:
+    control = frozenset({"control"})
+    plain = {Option(0, frozenset(), True, False, batch): cost for batch, cost in ((1, 0.10), (2, 0.18), (4, 0.30))}
+    with_control = {Option(1, control, True, False, batch): cost for batch, cost in ((1, 0.20), (2, 0.32), (4, 0.40))}
+    costs = StepCosts([*plain, *with_control])
+    costs.replace(plain | with_control)
+    found = [*joinings(costs, [(Kind(frozenset()), 2)], [(Kind(frozenset()), 1), (Kind(control), 1)])]
+    assert found == [
+        pytest.approx((0.28, 0.18 + 0.09)),  # calls of 2 and 1 take 0.28 s, one of 4 takes 0.30 s
+        pytest.approx((0.40, 0.18 + 0.09 + 0.16)),  # all in one call of 4 with ControlNets
+    ]
 
 
 @pytest.mark.parametrize("images, entries, steps_left, batch", [(1, 2, 10, 1), (2, 2, 12, 4), (7, 1, 9, 2)])
