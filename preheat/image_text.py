@@ -92,8 +92,8 @@ def _from_a1111(text: str) -> tuple[Fields, list[str]]:
             fields[field] = kind(settings[name])
     if size := re.fullmatch(r"(\d{1,5})x(\d{1,5})", settings.get("Size", "")):
         fields["width"], fields["height"] = int(size[1]), int(size[2])
-    schedule = settings.get("Schedule type", "Automatic")
-    _set_sampler(fields, notes, settings.get("Sampler", ""), "" if schedule == "Automatic" else schedule)
+    schedule = settings.get("Schedule type", "").removeprefix("Automatic")
+    _set_sampler(fields, notes, f"{settings.get('Sampler', '')} {schedule}".strip())
     if (skip := settings.pop("Clip skip", "1")) != "1":
         notes.append(f"Clip skip {skip} is left out: SDXL needs none, and Stable Diffusion 1 needs it less one.")
     if left := [f"{name} {value}" for name, value in settings.items() if name not in (*_A1111, *_A1111_SILENT)]:
@@ -123,7 +123,7 @@ def _from_comfyui(graph: Mapping[str, Any]) -> tuple[Fields, list[str]]:
     served = [
         one for one in SPECS.values() if sampler in one.comfy and schedule == ("karras" if one.karras else "normal")
     ]
-    _set_sampler(fields, notes, served[0].name if served else f"{sampler} {schedule}", "")
+    _set_sampler(fields, notes, served[0].name if served else f"{sampler} {schedule}")
     loras = [
         {"name": Path(str(node["lora_name"])).stem, "scale": node.get("strength_model", 1.0)}
         for node in _upstream(nodes, inputs.get("model"))
@@ -169,8 +169,7 @@ def _from_prompts(prompt: str, negative: str) -> tuple[Fields, list[str]]:
     return fields | ({"negative_prompt": negative} if negative else {}) | ({"loras": loras} if loras else {}), notes
 
 
-def _set_sampler(fields: Fields, notes: list[str], sampler: str, schedule: str) -> None:
-    name = f"{sampler} {schedule}".strip()
+def _set_sampler(fields: Fields, notes: list[str], name: str) -> None:
     if name in SPECS:
         fields["scheduler"] = name
     elif name:
