@@ -71,9 +71,9 @@ class Conversion:
 
 
 def plan_conversion(path: Path, config: Path | None = None, vae_given: bool = False) -> Conversion:
-    """Check that the header's tensors are those of the networks of a family. Raises CheckpointError.
+    """Check that the header has the tensors of a family's networks, and no others. Raises CheckpointError.
 
-    The arguments are those of `convert_checkpoint`.
+    It takes the arguments of `convert_checkpoint`.
     """
     single = read_single_file(path, Checkpoint(config).config("unet").get("cross_attention_dim") if config else None)
     what = f"{path} is a single-file checkpoint of {single.description}"
@@ -94,7 +94,7 @@ def convert_checkpoint(
 ) -> Path:
     """Return the folder of a converted checkpoint. Raises CheckpointError.
 
-    config: a model folder whose configs and tokenizers replace those of the family. Networks that the file lacks are
+    config: a model folder whose configs and tokenizers replace the family's. Networks that the file lacks are
     copied from it. vae_given: the file may lack the VAE. report: is called with a sentence about each step.
     """
     plan = plan_conversion(path, config, vae_given)
@@ -198,7 +198,7 @@ def _make_network(name: str, files: Files) -> Any:
 
 
 def _convert(name: str, prefix: str, tensors: dict[str, Tensor], network: Any) -> dict[str, Tensor]:
-    """Return a network's tensors by diffusers' names. tensors: those of the network, by their usual names."""
+    """Return a network's tensors by diffusers' names. tensors: the network's, by their usual names."""
     from diffusers.loaders import single_file_utils
 
     library: Any = single_file_utils
@@ -222,7 +222,7 @@ def _convert(name: str, prefix: str, tensors: dict[str, Tensor], network: Any) -
 def _check_network(
     name: str, prefix: str, header: Header, files: Files, what: str, remedy: str = _OTHER_CONFIG
 ) -> None:
-    """Raise CheckpointError unless the header's tensors are those of the network, each of them used."""
+    """Raise CheckpointError unless the header has the network's tensors, and each is used."""
     from diffusers.loaders.single_file_utils import SD_2_TEXT_ENCODER_KEYS_TO_IGNORE as UNREAD_LAYERS
 
     network = _make_network(name, files)

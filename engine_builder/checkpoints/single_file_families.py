@@ -1,6 +1,6 @@
 """The families of single-file checkpoints: how a file's tensors are named, and the JSON files of each model's folder.
 
-The settings are those of stabilityai/stable-diffusion-xl-base-1.0 and -refiner-1.0,
+The settings come from stabilityai/stable-diffusion-xl-base-1.0 and -refiner-1.0,
 diffusers/stable-diffusion-xl-1.0-inpainting-0.1, playgroundai/playground-v2.5-1024px-aesthetic,
 stable-diffusion-v1-5/stable-diffusion-v1-5 and stabilityai/stable-diffusion-2-1 on the Hugging Face Hub.
 """
@@ -50,7 +50,7 @@ class SingleFileFamily:
     defaults: Config = field(default_factory=dict)
 
     def files(self) -> dict[str, Config]:
-        """Return the JSON files of a model's folder, without those of the tokenizers."""
+        """Return the JSON files of a model's folder, without the tokenizers' files."""
         parts = {"unet": ["diffusers", "UNet2DConditionModel"], "vae": ["diffusers", "AutoencoderKL"]}
         parts |= {name: ["transformers", "CLIPTokenizer"] for name in self.pads}
         parts |= {name: ["transformers", _ENCODER_CLASSES[name]] for name in self.texts}

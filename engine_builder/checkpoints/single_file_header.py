@@ -114,7 +114,7 @@ def read_single_file(path: Path, context: int | None = None) -> SingleFile:
     """Read the header of a single-file checkpoint. Raises CheckpointError for any other file.
 
     context: the width of the text that the UNet of --config reads. It identifies a file without text encoders whose
-    width is not that of a family.
+    width belongs to no family.
     """
     header = read_header(path)
     check_foreign(header)

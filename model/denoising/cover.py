@@ -47,11 +47,11 @@ class Call(NamedTuple):
 Counts = tuple[tuple[Kind, int], ...]
 """The numbers of batch entries of a step by kind."""
 Cover = tuple[Call, ...]
-"""The calls of a step, those of paired engines first."""
+"""The calls of a step, calls of paired engines first."""
 
 
 class _Front(NamedTuple):
-    """The cheapest calls for some entries among those of equal number. rest: the front that the other calls are of."""
+    """The cheapest calls for some entries, for one number of calls. rest: the front of the other calls."""
 
     seconds: float
     option: Option | None = None

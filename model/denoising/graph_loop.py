@@ -60,7 +60,7 @@ class _Entry(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """A call of a denoiser with its padded entries, and before it those of the networks that its images use.
+    """A call of a denoiser with its padded entries, and before it the calls of the networks that its images use.
 
     reads_sums: the denoiser has inputs to which these networks add their outputs.
     """

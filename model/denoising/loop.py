@@ -132,7 +132,7 @@ class Loop(Protocol):
     def step(self, cover: Cover | None = None) -> list[ImageState]:
         """Run one step of all active images, each at its own `image.step`, which is then incremented.
 
-        cover: the calls of the step; None: those of `self.cover()`. Returns the finished images, removed from the loop,
+        cover: the calls of the step; None: `self.cover()`. Returns the finished images, removed from the loop,
         with the result in `image.latents`. May return before the device has finished: the work is queued on the current
         stream.
         """

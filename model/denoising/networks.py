@@ -55,7 +55,7 @@ class StepCall(NamedTuple):
     """A call of engines in a step.
 
     entries: an image and which half of its guidance it is: 0 for the unconditional one, else 1. Those of paired engines
-    are all of half 1, then those of the same images of half 0.
+    are all of half 1, then the same images' entries of half 0.
     """
 
     variant: DenoiserVariant

@@ -153,7 +153,7 @@ class LoadedModel:
         return min(text_chunks(engines.signature, tokens) for engines in self.engines.values())
 
     def set_step_times(self, key: LoopKey, times: Mapping[Option, float], for_all_sizes: bool) -> None:
-        """Replace the costs of a loop by measured seconds. for_all_sizes: and those of all loops of its UNet."""
+        """Replace the costs of a loop by measured seconds. for_all_sizes: and the costs of all loops of its UNet."""
         unet, height, width = key
         points: dict[tuple[int, bool], dict[int, float]] = {}
         for option, seconds in times.items():

@@ -70,7 +70,7 @@ def measure_step_times(
 
 
 def _measured_options(loop: Loop, is_static: bool, ranks: int) -> list[Option]:
-    """Return the calls that are measured: all, or those of batch 1, 2, 4 and so on of a rank if any is possible."""
+    """Return the calls that are measured: all, or the calls of batch 1, 2, 4 and so on of a rank if any is possible."""
     options = [one for one in loop.costs.options if one.batch <= loop.capacity]
     options = [one for one in options if is_static or (one.batch // ranks).bit_count() == 1]
     return sorted(options, key=lambda one: (one.batch, one.variant, one.paired)) if len(loop.costs.options) > 1 else []
