@@ -92,8 +92,8 @@ def _from_a1111(text: str) -> tuple[Fields, list[str]]:
             fields[field] = kind(settings[name])
     if size := re.fullmatch(r"(\d{1,5})x(\d{1,5})", settings.get("Size", "")):
         fields["width"], fields["height"] = int(size[1]), int(size[2])
-    schedule = settings.get("Schedule type", "").removeprefix("Automatic")
-    _set_sampler(fields, notes, f"{settings.get('Sampler', '')} {schedule}".strip())
+    schedule = settings.get("Schedule type", "Automatic").strip()
+    _set_sampler(fields, notes, f"{settings.get('Sampler', '')} {'' if schedule == 'Automatic' else schedule}")
     if (skip := settings.pop("Clip skip", "1")) != "1":
         notes.append(f"Clip skip {skip} is left out: SDXL needs none, and Stable Diffusion 1 needs it less one.")
     if left := [f"{name} {value}" for name, value in settings.items() if name not in (*_A1111, *_A1111_SILENT)]:
@@ -170,6 +170,7 @@ def _from_prompts(prompt: str, negative: str) -> tuple[Fields, list[str]]:
 
 
 def _set_sampler(fields: Fields, notes: list[str], name: str) -> None:
+    name = name.strip()
     if name in SPECS:
         fields["scheduler"] = name
     elif name:
