@@ -119,7 +119,7 @@ def _download_file(hub_id: str, file: str) -> Path:
 def _fetch(hub_id: str, patterns: list[str], what: str, revision: str | None = None) -> Path:
     """Download files of a Hub repository and return its folder in the Hub's cache. Raises CheckpointError.
 
-    what: the subject of the error.
+    what: the beginning of the error's sentence.
     """
     from huggingface_hub import errors, snapshot_download
 

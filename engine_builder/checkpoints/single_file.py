@@ -71,9 +71,9 @@ class Conversion:
 
 
 def plan_conversion(path: Path, config: Path | None = None, vae_given: bool = False) -> Conversion:
-    """Check that the header has the tensors of a family's networks, and no others. Raises CheckpointError.
+    """Check that each network in the header has the tensors that its config describes. Raises CheckpointError.
 
-    It takes the arguments of `convert_checkpoint`.
+    The arguments: see `convert_checkpoint`.
     """
     single = read_single_file(path, Checkpoint(config).config("unet").get("cross_attention_dim") if config else None)
     what = f"{path} is a single-file checkpoint of {single.description}"

@@ -59,7 +59,7 @@ def files_of(
 ) -> list[str]:
     """Return the keys of the files that a server of a release reads.
 
-    blobs: the release's, if it reads one release; None: all that some server of the release may read.
+    blobs: the release's blobs that the server reads; None: all that some server of the release may read.
     """
     if blobs is None:
         builders = [engine.tensorrt.onnx for engine in manifest.engines if engine.tensorrt]

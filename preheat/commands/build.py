@@ -32,7 +32,7 @@ SIZES = {
         "1024x1024", "1152x896", "896x1152", "1216x832", "832x1216", "1344x768", "768x1344", "1536x640", "640x1536",
     )
 }  # fmt: skip
-"""Names of --sizes -> WIDTHxHEIGHT. SDXL's: Podell et al. 2023 (arXiv 2307.01952), with a million pixels."""
+"""Names of --sizes -> WIDTHxHEIGHT. SDXL's: of about a million pixels in Podell et al. 2023 (arXiv 2307.01952)."""
 
 
 def build(
