@@ -27,7 +27,7 @@ KEPT = 6
 X, PREVIOUS, FIRST_KEPT, NOISE, STATE = 0, 1, 2, 2 + KEPT, 3 + KEPT
 """What a loop keeps of an image, by index: latents, the last denoised estimate, predictions, noise; their number."""
 ROW_WIDTH = 1 + 2 * STATE + 2
-"""Numbers of an evaluation on the device: c_in, the rows of x and of the estimate, two to add noise to a known image."""
+"""Numbers of an evaluation on the device: c_in, the rows of x and of the estimate, two for noise on a known image."""
 
 DEGREE = 4  # of the polynomial of a forecast
 RIDGE = 0.1  # the penalty of its coefficients, except the constant one
