@@ -12,6 +12,14 @@ from model.store.precision import FP8, INT8
 from model.validation import MAX_EMBEDDING_ROWS, MAX_IP_IMAGES
 from preheat.commands.build_arguments import parse_plan
 from preheat.commands.build_report import print_comparison, print_engines, print_gains, print_plan, progress
+from preheat.commands.model_options import (
+    ConfigOption,
+    ModelArgument,
+    NoRefinerOption,
+    RefinerOption,
+    VaeOption,
+    check_no_refiner,
+)
 from preheat.console import (
     DEFAULT_STORE,
     ROOT,
@@ -36,20 +44,11 @@ SIZES = {
 
 
 def build(
-    model: Annotated[str, typer.Argument(help="Folder in diffusers' layout, single .safetensors file, or a Hub id.")],
-    refiner: Annotated[str | None, typer.Option(help="The refiner; default: MODEL/refiner if it exists.")] = None,
-    no_refiner: Annotated[bool, typer.Option("--no-refiner", help="Leave out MODEL/refiner.")] = False,
-    vae: Annotated[
-        str | None,
-        typer.Option(help="A VAE in place of the model's own: its folder or file, a model's folder, or a Hub id."),
-    ] = None,
-    config: Annotated[
-        str | None,
-        typer.Option(
-            help="Single file: a model folder whose configs describe it, and whose networks replace missing ones; "
-            "default: the configs of the file's family."
-        ),
-    ] = None,
+    model: ModelArgument,
+    refiner: RefinerOption = None,
+    no_refiner: NoRefinerOption = False,
+    vae: VaeOption = None,
+    config: ConfigOption = None,
     preset: Annotated[
         str | None, typer.Option(help="Scheduler and defaults of a few-step model, such as lightning-4 or hyper-sd-8.")
     ] = None,
@@ -193,8 +192,7 @@ def build(
 ) -> None:
     """Compile the networks of MODEL for this machine, check them, and store them with the weights."""
     destination = open_cli_store(store, cache_dir)
-    if refiner and no_refiner:
-        raise typer.BadParameter("contradicts --refiner", param_hint="--no-refiner")
+    check_no_refiner(refiner, no_refiner)
     if report and precision not in (FP8.name, INT8.name):
         raise typer.BadParameter("is an option of --precision fp8 or int8", param_hint="--report")
     all_sizes = [*(size or ()), *(f"{one}@{batch}" for one in SIZES[sizes] for batch in (1, 2))] if sizes else size

@@ -16,6 +16,15 @@ from engine_builder.files import read_file
 from model.errors import PreheatError
 from model.store.precision import BF16, FP16, FP32, Precision
 from model.validation import LARGEST_SIDE, MAX_GUIDANCE, MAX_PROMPT_CHARACTERS, MAX_STEPS, SMALLEST_SIDE
+from preheat.commands.model_options import (
+    ConfigOption,
+    ModelArgument,
+    NoRefinerOption,
+    RefinerOption,
+    VaeOption,
+    check_no_refiner,
+    find_parts,
+)
 from preheat.console import (
     DEFAULT_STORE,
     ROOT,
@@ -23,7 +32,6 @@ from preheat.console import (
     StoreOption,
     activity,
     console,
-    notify,
     open_cli_store,
     parse_size,
     plain,
@@ -39,9 +47,6 @@ PROMPTS = ROOT / "data" / "prompts" / "general.txt"
 PARTIAL = ROOT / ".preheat" / "calibration"  # the ranges of unfinished calibrations
 _LISTED_LAYERS = 10
 _PROMPT_LIMIT = f"at most {MAX_PROMPT_CHARACTERS} characters, without NUL"
-VaeOption = Annotated[
-    str | None, typer.Option(help="A VAE in place of the model's own, as for `preheat build`: a folder, or a Hub id.")
-]
 _PRECISIONS = {precision.name: precision for precision in (FP32, FP16, BF16)}
 
 
@@ -52,7 +57,7 @@ class BadPrompts(PreheatError):
 
 
 def calibrate(
-    model: Annotated[str, typer.Argument(help="Folder in diffusers' layout, single .safetensors file, or a Hub id.")],
+    model: ModelArgument,
     prompts: Annotated[Path, typer.Option(help="Text file with one prompt in each line.")] = PROMPTS,
     negative_prompt: Annotated[str, typer.Option(help="The negative prompt of all prompts.")] = "",
     steps: Annotated[int, typer.Option(min=1, max=MAX_STEPS, help="Steps of each image.")] = 20,
@@ -62,9 +67,10 @@ def calibrate(
     precision: Annotated[
         str | None, typer.Option(help="fp32, fp16 or bf16; default: fp32 on a CPU, else fp16.")
     ] = None,
-    refiner: Annotated[str | None, typer.Option(help="The refiner; default: MODEL/refiner if it exists.")] = None,
-    no_refiner: Annotated[bool, typer.Option("--no-refiner", help="Leave out MODEL/refiner.")] = False,
+    refiner: RefinerOption = None,
+    no_refiner: NoRefinerOption = False,
     vae: VaeOption = None,
+    config: ConfigOption = None,
     store: StoreOption = DEFAULT_STORE,
     cache_dir: CacheOption = None,
 ) -> None:
@@ -83,7 +89,7 @@ def calibrate(
     device = build_target().device
     chosen = choose_precision(precision, device)
     listed = read_prompt_file(prompts)[:count]
-    base, refiner_checkpoint = find_parts(model, refiner, no_refiner, vae)
+    base, refiner_checkpoint = find_parts(model, refiner, no_refiner, vae, config)
     width, height = choose_size(size, base)
     plan = CalibrationPlan(
         base=base,
@@ -124,22 +130,6 @@ def read_prompt_file(path: Path) -> tuple[str, ...]:
 def _is_prompt(text: str) -> bool:
     """True if a request accepts the text."""
     return len(text) <= MAX_PROMPT_CHARACTERS and "\0" not in text
-
-
-def check_no_refiner(refiner: str | None, no_refiner: bool) -> None:
-    """Raise typer.BadParameter if --no-refiner contradicts --refiner."""
-    if refiner and no_refiner:
-        raise typer.BadParameter("contradicts --refiner", param_hint="--no-refiner")
-
-
-def find_parts(
-    model: str, refiner: str | None, no_refiner: bool, vae: str | None
-) -> tuple["Checkpoint", "Checkpoint | None"]:
-    """Return the checkpoints of the base and the refiner. Raises CheckpointError."""
-    from engine_builder.checkpoints.find import find_checkpoints
-
-    base, found = find_checkpoints(model, refiner, vae, report=notify)
-    return base, None if no_refiner else found
 
 
 def choose_precision(name: str | None, device: str) -> Precision:

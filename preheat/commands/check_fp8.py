@@ -11,13 +11,19 @@ from model.store.precision import FP8, FP32, INT8, Precision
 from model.validation import MAX_GUIDANCE, MAX_STEPS
 from preheat.commands.calibrate import (
     PROMPTS,
-    VaeOption,
-    check_no_refiner,
     choose_precision,
     choose_size,
-    find_parts,
     prompt_progress,
     read_prompt_file,
+)
+from preheat.commands.model_options import (
+    ConfigOption,
+    ModelArgument,
+    NoRefinerOption,
+    RefinerOption,
+    VaeOption,
+    check_no_refiner,
+    find_parts,
 )
 from preheat.console import (
     DEFAULT_STORE,
@@ -31,7 +37,7 @@ from preheat.console import (
 
 
 def check_fp8(
-    model: Annotated[str, typer.Argument(help="Folder in diffusers' layout, or a Hub id.")],
+    model: ModelArgument,
     policy: Annotated[
         Path | None, typer.Option(help="TOML file of the quantized layers; default: those of `preheat build`.")
     ] = None,
@@ -49,9 +55,10 @@ def check_fp8(
         str | None,
         typer.Option(help="What 8 bits are compared with: fp16 or bf16 on a GPU; default: fp32 on a CPU, else fp16."),
     ] = None,
-    refiner: Annotated[str | None, typer.Option(help="The refiner; default: MODEL/refiner if it exists.")] = None,
-    no_refiner: Annotated[bool, typer.Option("--no-refiner", help="Leave out MODEL/refiner.")] = False,
+    refiner: RefinerOption = None,
+    no_refiner: NoRefinerOption = False,
     vae: VaeOption = None,
+    config: ConfigOption = None,
     store: StoreOption = DEFAULT_STORE,
     cache_dir: CacheOption = None,
 ) -> None:
@@ -88,7 +95,7 @@ def check_fp8(
     chosen_policy.check_precision(number_type)
     listed = read_prompt_file(prompts)[:count]
     limits = Thresholds.read(thresholds) if thresholds else Thresholds.for_check(len(listed), steps)
-    base, refiner_checkpoint = find_parts(model, refiner, no_refiner, vae)
+    base, refiner_checkpoint = find_parts(model, refiner, no_refiner, vae, config)
     width, height = choose_size(size, base)
     requests = validation_requests(
         listed,

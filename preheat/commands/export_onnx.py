@@ -11,21 +11,32 @@ from engine_builder.files import check_folder
 from model.store.precision import FP8, FP32
 from preheat.commands.build_arguments import parse_precision, plan_quantization
 from preheat.commands.build_report import progress
+from preheat.commands.model_options import (
+    ConfigOption,
+    ModelArgument,
+    NoRefinerOption,
+    RefinerOption,
+    VaeOption,
+    check_no_refiner,
+    find_parts,
+)
 from preheat.console import (
     DEFAULT_STORE,
     CacheOption,
     StoreOption,
     activity,
     console,
-    notify,
     open_cli_store,
     plain,
 )
 
 
 def export_onnx(
-    model: Annotated[str, typer.Argument(help="Folder in diffusers' layout, single .safetensors file, or a Hub id.")],
-    refiner: Annotated[str | None, typer.Option(help="The refiner; default: MODEL/refiner if it exists.")] = None,
+    model: ModelArgument,
+    refiner: RefinerOption = None,
+    no_refiner: NoRefinerOption = False,
+    vae: VaeOption = None,
+    config: ConfigOption = None,
     store: StoreOption = DEFAULT_STORE,
     precision: Annotated[
         str,
@@ -44,6 +55,7 @@ def export_onnx(
     cache_dir: CacheOption = None,
 ) -> None:
     """Export the networks of MODEL to ONNX, check them in ONNX Runtime, and store graphs and weights."""
+    check_no_refiner(refiner, no_refiner)
     chosen = parse_precision(precision, "onnx", "--precision")
     if opset not in OPSETS:
         raise typer.BadParameter(f"{opset} is not supported; choose {OPSET} or {OLD_OPSET}", param_hint="--opset")
@@ -55,10 +67,9 @@ def export_onnx(
         raise typer.BadParameter("is an option of --precision fp8", param_hint="--policy")
     with activity("Loading PyTorch and the model libraries"):
         from engine_builder.backends.onnx.graph_store import export_model, write_folder
-        from engine_builder.checkpoints.find import find_checkpoints
 
     opened_store = open_cli_store(store, cache_dir)
-    checkpoints = find_checkpoints(model, refiner, report=notify)
+    checkpoints = find_parts(model, refiner, no_refiner, vae, config)
     quantization = plan_quantization(*checkpoints, policy, opened_store, chosen) if chosen == FP8 else None
     with progress() as report:
         exported = export_model(*checkpoints, chosen, opened_store, report, opset, quantization)
