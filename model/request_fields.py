@@ -61,6 +61,7 @@ Steps = Annotated[int, Interval(ge=1, le=MAX_STEPS)]
 Guidance = Annotated[float, Interval(ge=0, le=MAX_GUIDANCE)]
 Fraction = Annotated[float, Interval(ge=0, le=1)]
 SamplerName = Annotated[str, Len(1, 64)]
+ClipSkip = Annotated[int, Interval(ge=0, le=MAX_CLIP_SKIP)]
 
 # Marks of a field:
 OPENAI = "openai"  # the gateway's OpenAI API accepts it under the same name
@@ -75,6 +76,7 @@ class Defaults(StrictModel, defer_build=True):
     guidance_start: Fraction = 0.0
     guidance_end: Fraction = Field(1.0, validation_alias=AliasChoices("guidance_end", "end_cfg_frac"))
     guidance_rescale: Fraction = 0.0
+    clip_skip: ClipSkip = 0
     prompt_syntax: PromptSyntax = "plain"
     scheduler: SamplerName = "Euler"
     forecast: Forecast = "off"
@@ -346,9 +348,10 @@ class GenerationRequest(RequestModel, defer_build=False):
         "guidance_rescale",
         "How much of the contrast that guidance adds is taken back: 0 to 1. No effect without guidance.",
     )
-    clip_skip: Annotated[int, Interval(ge=0, le=MAX_CLIP_SKIP)] | None = _field(
+    clip_skip: ClipSkip | None = _released(
+        "clip_skip",
         "Layers of the text encoders to skip before the one that the UNet was trained with, for the prompt "
-        "only: 0, or more if the release's text encoders have as many layers. Default: 0."
+        "only: 0, or more if the release's text encoders have as many layers.",
     )
     original_size: SizeCondition | None = _field(
         "SDXL: [height, width] in pixels that the image seems to have had before it was scaled. Small "

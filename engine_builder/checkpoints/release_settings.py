@@ -159,6 +159,17 @@ def read_release_defaults(base: Checkpoint, refiner: Checkpoint | None) -> dict[
         raise CheckpointError(
             f"{base.root}: the default for {error}", "Set such a value in defaults.json, or leave out --preset."
         ) from error
+    layers = min(
+        checkpoint.text_widths(folder).layers
+        for checkpoint in filter(None, (base, refiner))
+        for folder in ("text_encoder", "text_encoder_2")
+        if (checkpoint.root / folder).is_dir()
+    )
+    if checked.clip_skip >= layers:
+        raise CheckpointError(
+            f"{base.root}/defaults.json: clip_skip is {checked.clip_skip}, and a text encoder has {layers} layers.",
+            f"Set 0 to {layers - 1}.",
+        )
     if checked.use_refiner and refiner is None:
         raise CheckpointError(
             f"{base.root}/defaults.json: use_refiner is true, but there is no refiner.",

@@ -21,7 +21,7 @@ from model.denoising.sampler_specs import (
 )
 from model.errors import RequestRefused
 from model.images.metadata import MAX_JPEG_BYTES, metadata_text
-from model.loading.served import ServedModel, Sizes
+from model.loading.served import ServedModel, Sizes, check_clip_skip
 from model.pipeline.params import GenerationParams
 from model.request_fields import ANSWER, GenerationRequest, marked
 from model.validation import RANDOM_SEED, SEED_COUNT, format_value
@@ -81,6 +81,7 @@ def resolve(
     _check_controls(request, served, values["width"], values["height"])
     _check_ip_adapters(request, served, values["width"], values["height"])
     _check_conditioning(request, served)
+    check_clip_skip(values["clip_skip"], served.max_clip_skip, served.release)
     if request.stream and request.preview_every and served.safety == "blank":
         raise RequestRefused(
             "preview_every",
@@ -171,19 +172,6 @@ def _check_conditioning(request: GenerationRequest, served: ServedModel) -> None
                 f"is not accepted, because the UNet of release {served.release} is not conditioned on sizes, as only "
                 "SDXL is. Leave it out.",
             )
-    if request.clip_skip and served.max_clip_skip is None:
-        raise RequestRefused(
-            "clip_skip",
-            f"{request.clip_skip} is not accepted, because the text encoders of release {served.release} were built "
-            "without it. Build the model again with this version (`preheat build`) and publish a new release "
-            "(`preheat publish`), or set 0.",
-        )
-    if request.clip_skip and request.clip_skip > (served.max_clip_skip or 0):
-        raise RequestRefused(
-            "clip_skip",
-            f"{request.clip_skip} is more than the layers of this release's text encoders. Set 0 to "
-            f"{served.max_clip_skip}.",
-        )
 
 
 def _check_image_fields(request: GenerationRequest, served: ServedModel, width: int, height: int) -> None:

@@ -199,6 +199,11 @@ def served_model(selection: Selection, deployment: Deployment) -> ServedModel:
             f"loaded. {error}",
             "Build that size (`preheat build`), or add it to the config's buckets.",
         ) from error
+    max_clip_skip = _max_clip_skip(family, selection.engines)
+    try:
+        check_clip_skip(defaults.clip_skip, max_clip_skip, manifest.name)
+    except RequestRefused as error:
+        raise ManifestError(f"The default of release {manifest.name} for {error}") from error
     controls = control_sizes(selection.engines, sizes)
     ip_sizes = sizes_with(selection.engines, sizes, [IP_UNET])
     return ServedModel(
@@ -212,7 +217,7 @@ def served_model(selection: Selection, deployment: Deployment) -> ServedModel:
         image_sizes=sizes_with(selection.engines, sizes, [VAE_ENCODER]),
         requires_masks=extra_channels > 0,
         takes_sizes=family.takes_sizes,
-        max_clip_skip=_max_clip_skip(family, selection.engines),
+        max_clip_skip=max_clip_skip,
         safety=deployment.safety,
         loras=deployment.adapters.names,
         controlnets={
@@ -238,6 +243,25 @@ def _served_ip_adapters(release: str, engines: Mapping[str, Sequence[EngineRecor
             )
         served[name] = ServedIpAdapter(min(most_tokens // tokens, MAX_IP_IMAGES), side)
     return served
+
+
+def check_clip_skip(clip_skip: int, largest: int | None, release: str) -> None:
+    """Raise RequestRefused unless the text encoders of a release have so many layers to skip.
+
+    largest: see `ServedModel.max_clip_skip`.
+    """
+    if clip_skip and largest is None:
+        raise RequestRefused(
+            "clip_skip",
+            f"{clip_skip} is not accepted, because the text encoders of release {release} were built without it. Build "
+            "the model again with this version (`preheat build`) and publish a new release (`preheat publish`), or "
+            "set 0.",
+        )
+    if clip_skip > (largest or 0):
+        raise RequestRefused(
+            "clip_skip",
+            f"{clip_skip} is more than the layers of this release's text encoders. Set 0 to {largest}.",
+        )
 
 
 def _max_clip_skip(family: Family, engines: Mapping[str, Sequence[EngineRecord]]) -> int | None:

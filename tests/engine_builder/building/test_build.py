@@ -522,6 +522,7 @@ def test_refuses_invalid_defaults_before_compiling(
         ('{"widht": 512}', CheckpointError, "widht"),
         ('{"num_inference_steps": 400}', CheckpointError, "num_inference_steps"),
         ('{"use_refiner": true}', CheckpointError, "use_refiner is true, but there is no refiner"),
+        ('{"clip_skip": 31}', CheckpointError, "clip_skip is 31, and a text encoder has . layers.*Set 0 to"),
         ('{"width": 2048, "height": 64}', SizesRefused, "generates 2048x64 by default, .* sides up to 1024"),
     ):
         (folder_copy / "defaults.json").write_text(defaults)

@@ -406,6 +406,8 @@ def test_resolves_conditioning() -> None:
     rescaling = dataclasses.replace(SERVED, defaults=Defaults(guidance_rescale=0.5))
     assert resolve(make_request(), rescaling).guidance_rescale == 0.5
     assert resolve(make_request(guidance_rescale=0), rescaling).guidance_rescale == 0.0
+    skipping = dataclasses.replace(served, defaults=Defaults(clip_skip=1))
+    assert [resolve(make_request(clip_skip=n), skipping).clip_skip for n in (None, 0, 2)] == [1, 0, 2]
 
 
 def test_refuses_conditioning_by_name() -> None:

@@ -271,6 +271,7 @@ INVALID: tuple[tuple[Change, str, type[ManifestError]], ...] = (
     (lambda e: e["defaults"].update(use_refiner=True), "`preheat build --refiner`", ManifestError),
     (lambda e: e["defaults"].update(num_inference_steps=1000), "num_inference_steps", ManifestError),
     (lambda e: e["defaults"].update(scheduler="UniPC"), "scheduler", ManifestError),
+    (lambda e: e["defaults"].update(clip_skip=31), "clip_skip: 31 is not accepted", ManifestError),
     (lambda e: e["defaults"].update(colour="red"), "colour", ManifestError),
     (lambda e: e["schedulers"]["base"].update(prediction_type="sample"), "prediction_type", InvalidSchedule),
     (lambda e: e["schedulers"]["base"].update(beta_start="0.1"), "beta_start", InvalidSchedule),
