@@ -80,8 +80,10 @@ def notify_later(sentence: str) -> Iterator[Timer]:
         timer.cancel()
 
 
-def notify(sentence: str) -> None:
-    """Print a line about the progress of the command on standard error."""
+def notify(sentence: str, is_warning: bool = False) -> None:
+    """Print a line about the progress of the command on standard error, or a warning."""
+    if is_warning:
+        return print_warning(sentence)
     progress_console.print(plain(sentence), soft_wrap=True)
 
 

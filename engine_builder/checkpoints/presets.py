@@ -50,15 +50,24 @@ def _presets() -> list[Preset]:
         Preset("lcm-lora", _BOTH, {}, {"scheduler": "LCM", "num_inference_steps": 4, "guidance_scale": 1.0}),
     ]
     for name, steps in (("playground-v2", 50), ("playground-v2.5", 50)):  # playgroundai, ...-1024px-aesthetic
-        guided = {"num_inference_steps": steps, "guidance_scale": 3.0}
+        guided: dict[str, Any] = {"num_inference_steps": steps, "guidance_scale": 3.0}
         presets.append(Preset(name, ("sdxl",), {}, guided))
     # Single files that do not state what their UNet predicts: of older trainers, and 2.1 at 512 pixels
     velocity = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True}
     presets.append(Preset("v-prediction", _BOTH, velocity, {}))
     presets.append(Preset("sd-2.1-base", ("sd",), {"prediction_type": "epsilon"}, small))
-    # civitai.com/models/257749. Its "clip skip 2" is the layer that SDXL reads in any case.
-    pony = {"scheduler": "Euler a", "num_inference_steps": 25, "guidance_scale": 7.0}
-    presets.append(Preset("pony", ("sdxl",), {}, pony))
+    # Their pages also ask for "clip skip 2", the layer that SDXL reads in any case.
+    for name, steps, guidance in (
+        ("pony", 25, 7.0),  # civitai.com/models/257749
+        ("illustrious", 28, 6.0),  # OnomaAIResearch/Illustrious-xl-early-release-v0: 20 to 28 steps, 5 to 7.5
+        ("noobai", 28, 5.5),  # Laxhar/noobai-XL-1.1: 25 to 30 steps, 5 to 6
+        ("animagine", 28, 5.0),  # cagliostrolab/animagine-xl-4.0
+    ):
+        guided = {"scheduler": "Euler a", "num_inference_steps": steps, "guidance_scale": guidance}
+        presets.append(Preset(name, ("sdxl",), {}, guided))
+    # Laxhar/noobai-XL-Vpred-1.0: Euler only, 28 to 35 steps, 4 to 5, a guidance rescale of 0.2
+    noobai = {"scheduler": "Euler", "num_inference_steps": 28, "guidance_scale": 4.5, "guidance_rescale": 0.2}
+    presets.append(Preset("noobai-v-pred", ("sdxl",), velocity, noobai))
     # ByteDance/SDXL-Lightning
     presets += [Preset(f"lightning-{steps}", ("sdxl",), _EULER, _unguided(steps)) for steps in (2, 4, 8)]
     # ByteDance/Hyper-SD, and its models that keep guidance

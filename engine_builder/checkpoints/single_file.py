@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -52,12 +52,19 @@ _OTHER_CONFIG = (
 _OTHER_VAE = "Download the file again, or give a VAE of this model's family."
 _SMALLEST_TYPE = torch.float16
 _MORE_TENSORS = 8  # than a config describes, so that a few unknown ones are named
-Report = Callable[[str], None]
+
+
+class Report(Protocol):
+    """Is called with a sentence about each step of a conversion, and about what seems wrong in the file."""
+
+    def __call__(self, sentence: str, is_warning: bool = False) -> None: ...
+
+
 Files = dict[str, bytes]
 """The files of a folder that hold no weights, by their paths."""
 
 
-def ignore_progress(sentence: str) -> None:
+def ignore_progress(sentence: str, is_warning: bool = False) -> None:
     """Show nothing."""
 
 
@@ -112,7 +119,7 @@ def convert_checkpoint(
                 shutil.copyfile(weights, folder / name / weights.name)
 
     for warning in plan.single.warnings:
-        report(warning)
+        report(warning, is_warning=True)
     report(f"{path.name}: {plan.single.description}")
     weights = [weights for paths in plan.copied.values() for weights in paths]
     return _converted_once(path, plan.files, weights, cache, report, write)

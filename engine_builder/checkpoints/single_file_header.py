@@ -53,6 +53,13 @@ UNREAD = re.compile(
     r"|\.position_ids$|logit_scale$|^cond_stage_model\.attn_mask|\.attn_mask$|num_batches_tracked$"
     r"|^conditioner\.embedders\.0\.transformer\.text_projection\.|^cond_stage_model\.transformer\.text_projection\."
 )
+# The parts of a UNet's names. Averaged weights have them without dots: "model_ema.diffusion_modelinput_blocks00weight".
+_EMA_PREFIX = "model_ema.diffusion_model"
+_EMA_PARTS = re.compile(
+    r"(?:in|out)put_blocks|middle_block|transformer_blocks|(?:in|out|emb)_layers|time_embed|label_emb|skip_connection"
+    r"|proj_in|proj_out|proj|attn[12]|to_(?:q|k|v|out)|norm[123]?|ff|net|op|conv|out|weight|bias"
+    r"|(?<=put_blocks)\d+(?=\d\D)|\d"
+)
 _PREDICTIONS = {"epsilon": "epsilon", "v": "v_prediction", "v_prediction": "v_prediction"}
 
 
@@ -201,6 +208,8 @@ def _usual_names(tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
     A UNet alone, as ComfyUI saves it, has no prefix; it gets the usual one.
     """
     first = next((name for name in tensors if name.endswith(UNET_PREFIX + _FIRST_CONVOLUTION)), "")
+    if not first and any(name.startswith(_EMA_PREFIX) for name in tensors):
+        return {_with_dots(name): name for name in tensors}
     wrapper = first.removesuffix(UNET_PREFIX + _FIRST_CONVOLUTION)
     if not first:
         for prefix in ("diffusion_model.", ""):
@@ -208,6 +217,12 @@ def _usual_names(tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
                 return {UNET_PREFIX + name.removeprefix(prefix): name for name in tensors}
     usual = {name.removeprefix(wrapper): name for name in tensors}
     return {_OLD_CLIP.sub("cond_stage_model.transformer.text_model.", name): own for name, own in usual.items()}
+
+
+def _with_dots(name: str) -> str:
+    """Return the usual name of an averaged weight, or another name as it is."""
+    parts = _EMA_PARTS.findall(name.removeprefix(_EMA_PREFIX)) if name.startswith(_EMA_PREFIX) else []
+    return UNET_PREFIX + ".".join(parts) if _EMA_PREFIX + "".join(parts) == name else name
 
 
 def _family(header: Header, context: int | None) -> SingleFileFamily:

@@ -72,10 +72,6 @@ FOREIGN = (
 """Kinds that are recognized also if the file has a UNet. The first one that fits is named."""
 PARTS = (
     Kind(
-        "a checkpoint with the averaged weights only (model_ema)", r"^model_ema\.",
-        "Use the other file of the model, usually named pruned or non-EMA.",
-    ),
-    Kind(
         "the UNet of a model in diffusers' names", r"^(unet\.)?down_blocks\.\d+\.(resnets|attentions)\.",
         "Copy the folder of its model, and replace unet/diffusion_pytorch_model.safetensors by this file.",
     ),

@@ -15,7 +15,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from engine_builder.building.compare_schedulers import diffusers_scheduler
 from engine_builder.building.eager_model import load_eager_model, resolve_for
 from engine_builder.checkpoints.find import find_checkpoints
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError, weight_files
@@ -29,14 +28,17 @@ from engine_builder.networks.quiet import quiet_libraries
 from engine_builder.stores.store import WritableStore
 from model.denoising.noise_schedule import NoiseSchedule
 from model.images.encode import Pixels
-from model.pipeline.params import Mask
+from model.pipeline.params import GenerationParams, Mask
 from model.pipeline.text_to_image import generate
 from model.request_fields import GenerationRequest
 from model.store.manifest_json import split_name
 from model.store.precision import FP32
 from preheat.commands.build_arguments import default_name, parse_plan
+from preheat.console import notify
 from tests.engine_builder.checkpoints.test_single_file_header import FULL_SIZE, published_tensors
-from tests.support import single_files, toy_sd, toy_sdxl
+from tests.support import single_files, toy_sd
+from tests.support.images import largest_difference
+from tests.support.reference import Reference
 from tests.support.repository import MODEL_FOLDER
 from tests.support.uncompiled import publish_uncompiled
 
@@ -62,17 +64,33 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root, tokenizer = tmp_path_factory.mktemp("folders"), MODEL_FOLDER / "tokenizer"
     folders = {
         "sdxl": MODEL_FOLDER,
-        "sdxl-inpainting": toy_sdxl.write(root / "inpaint", tokenizer, unet_channels=9),
+        "sdxl-inpainting": copy_model(root / "inpaint"),
         "sdxl-refiner": MODEL_FOLDER / "refiner",
-        "playground-v2.5": toy_sdxl.write(root / "playground", tokenizer),
+        "playground-v2.5": copy_model(root / "playground"),
         "sd-1.5": toy_sd.write(root / "sd15", tokenizer, "1.5"),
         "sd-1.5-inpainting": toy_sd.write(root / "sd15-inpaint", tokenizer, "1.5", channels=9),
         "sd-2.1": toy_sd.write(root / "sd21", tokenizer, "2.1"),
     }
+    take_masks(folders["sdxl-inpainting"] / "unet")
     edit(folders["playground-v2.5"] / "scheduler" / "scheduler_config.json", FAMILIES["playground-v2.5"].scheduler)
     edit(folders["sdxl-inpainting"] / "model_index.json", {"_class_name": "StableDiffusionXLInpaintPipeline"})
     edit(folders["sd-1.5-inpainting"] / "model_index.json", {"_class_name": "StableDiffusionInpaintPipeline"})
     return folders
+
+
+def copy_model(folder: Path) -> Path:
+    """Copy the demo model. Its text encoders have different widths, by which diffusers tells them apart in a file."""
+    return Path(shutil.copytree(MODEL_FOLDER, folder, ignore=shutil.ignore_patterns("refiner")))
+
+
+def take_masks(unet: Path) -> None:
+    """Give a UNet of 4 channels the 5 channels of a mask and a masked image."""
+    weights = single_files.read_weights(unet)
+    [path] = unet.glob("*.safetensors")
+    first, generator = weights["conv_in.weight"], torch.Generator().manual_seed(0)
+    added = torch.randn((len(first), 5, *first.shape[2:]), generator=generator) * first.std()
+    save_file(weights | {"conv_in.weight": torch.cat((first, added), 1)}, path, {"format": "pt"})
+    edit(unet / "config.json", {"in_channels": 9})
 
 
 def edit(path: Path, entries: dict[str, Any]) -> None:
@@ -98,7 +116,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def picture(checkpoint: Checkpoint, refiner: Checkpoint | None = None) -> Pixels:
+def picture(checkpoint: Checkpoint, refiner: Checkpoint | None = None) -> tuple[Pixels, GenerationParams]:
     _, model = load_eager_model(checkpoint, refiner, FP32, "cpu")
     side = max(64, checkpoint.size_step())
     request = GenerationRequest.model_validate(
@@ -113,7 +131,7 @@ def picture(checkpoint: Checkpoint, refiner: Checkpoint | None = None) -> Pixels
         levels = np.zeros((side, side), np.uint8)
         levels[: side // 2] = 255
         params = replace(params, image=photo, masks=(Mask(levels, PROMPT, None, 1.0),))
-    return generate(model, [params])[0][0]
+    return generate(model, [params])[0][0], params
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
@@ -127,7 +145,7 @@ def test_converted_model_is_the_folder_it_came_from(family: str, folders: dict[s
     is_refiner = family == "sdxl-refiner"
     pairs = [(base, Checkpoint(one)) if is_refiner else (Checkpoint(one), None) for one in (folder, found)]
     check_configs(*pairs[1])
-    images = [picture(*pair) for pair in pairs]
+    images = [picture(*pair)[0] for pair in pairs]
     assert np.array_equal(*images) and images[0].std() > 1
 
 
@@ -139,27 +157,29 @@ def test_refiner_may_be_a_file(tmp_path: Path) -> None:
     check_configs(*found)
 
 
-@pytest.mark.parametrize("family", ["sdxl", "sd-1.5", "sd-2.1"])
+@pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_picture_is_that_of_from_single_file(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    """diffusers reads the file with the same configs, and generates the picture with its own pipelines."""
     import diffusers
 
     folder = folders[family]
     path = write(folder, family, tmp_path / "x.safetensors")
-    found = Checkpoint(convert(path, folder))
-    kind = diffusers.StableDiffusionXLPipeline if family == "sdxl" else diffusers.StableDiffusionPipeline
-    options = {"add_watermarker": False} if family == "sdxl" else {"safety_checker": None}
+    found, theirs = Checkpoint(convert(path, folder)), tmp_path / "theirs"
+    kind = getattr(diffusers, Checkpoint(folder).index["_class_name"])
+    options: dict[str, Any] = {"add_watermarker": False} if "XL" in kind.__name__ else {"safety_checker": None}
+    is_refiner = family == "sdxl-refiner"
+    if is_refiner:
+        shutil.copytree(MODEL_FOLDER, theirs, ignore=shutil.ignore_patterns("refiner"))
     with quiet_libraries():
-        pipeline: Any = kind.from_single_file(str(path), config=str(folder), local_files_only=True, **options)
-        pipeline.set_progress_bar_config(disable=True)
-        read = read_scheduler(found)
-        pipeline.scheduler = diffusers_scheduler(read.config, read.schedule, read.sampler)
-        ours = picture(found)
-        size = {"width": ours.shape[1], "height": ours.shape[0]}
-        generator = torch.Generator().manual_seed(3)
-        image = pipeline(
-            PROMPT, num_inference_steps=2, guidance_scale=3.0, generator=generator, output_type="np", **size
-        ).images[0]
-    assert np.abs(ours.astype(int) - (image * 255).round().astype(int)).max() <= 2
+        pipeline = kind.from_single_file(str(path), config=str(folder), local_files_only=True, **options)
+        saved = theirs / "refiner" if is_refiner else theirs
+        pipeline.save_pretrained(saved)
+        # A saved config states the defaults of its class as if they were the model's.
+        shutil.copy(folder / "scheduler" / "scheduler_config.json", saved / "scheduler")
+        pair = (Checkpoint(MODEL_FOLDER), found) if is_refiner else (found, None)
+        ours, params = picture(*pair)
+        expected = Reference(theirs).generate(params)
+    assert largest_difference(ours, expected) <= 2
 
 
 @pytest.mark.parametrize("name", FULL_SIZE)
@@ -235,6 +255,21 @@ def test_types_keep_their_values(
         assert found[key].dtype == stored and torch.equal(found[key].double(), one.to(dtype).double()), key
 
 
+def test_averaged_weights_are_read_where_a_file_has_no_others(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder, prefix = folders["sd-1.5"], "model.diffusion_model."
+    whole = write(folder, "sd-1.5", tmp_path / "x.safetensors")
+    with safe_open(whole, framework="pt") as file:
+        plain = {key: file.get_tensor(key) for key in file.keys()}
+    flat = {key: f"model_ema.diffusion_model{key.removeprefix(prefix).replace('.', '')}" for key in plain}
+    averaged = {flat[key] if key.startswith(prefix) else key: one for key, one in plain.items()}
+    both = plain | {flat[key]: one + 1 for key, one in plain.items() if key.startswith(prefix)}
+    for number, file_tensors in enumerate((averaged, both)):
+        path = tmp_path / f"{number}.safetensors"
+        save_file(file_tensors | {"model_ema.decay": torch.zeros(1)}, path)
+        found = tensors(convert(path, folder))
+        assert all(torch.equal(found[key], one) for key, one in tensors(folder).items()), path
+
+
 def test_converts_a_file_once(folders: dict[str, Path], tmp_path: Path) -> None:
     folder, said = folders["playground-v2.5"], list[str]()
     extra = {"ztsnr": torch.zeros(0), "model_ema.decay": torch.zeros(1), "model_ema.x": torch.zeros(8)}
@@ -253,11 +288,21 @@ def test_converts_a_file_once(folders: dict[str, Path], tmp_path: Path) -> None:
     assert convert(renamed, other) != found
 
 
+def test_what_seems_wrong_is_a_warning(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(folders["sd-2.1"], "sd-2.1", tmp_path / "x.safetensors")
+    for _ in range(2):  # also if it was converted before
+        convert(path, folders["sd-2.1"], report=notify)
+        printed = " ".join(capsys.readouterr().out.split())
+        assert printed.startswith("warning ") and "does not state what its UNet predicts" in printed
+
+
 def test_interrupted_conversion_leaves_no_folder(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = folders["sd-1.5"]
     path = write(folder, "sd-1.5", tmp_path / "x.safetensors")
 
-    def interrupt(sentence: str) -> None:
+    def interrupt(sentence: str, is_warning: bool = False) -> None:
         if "converting vae" in sentence:
             raise KeyboardInterrupt
 
@@ -308,7 +353,7 @@ def test_missing_networks_name_the_option_that_adds_them(folders: dict[str, Path
     for given in (tmp_path / "vae.safetensors", tmp_path / "prefixed.safetensors", whole):
         base, _ = find_checkpoints(str(no_vae), None, str(given), config=str(folder), cache=tmp_path / "cache")
         assert base.vae is not None and tensors(base.vae.parent)["vae.decoder.conv_in.weight"].ndim == 4
-        assert np.array_equal(picture(base), picture(Checkpoint(folder)))
+        assert np.array_equal(picture(base)[0], picture(Checkpoint(folder))[0])
 
 
 def test_vae_files_are_checked(tmp_path: Path) -> None:
