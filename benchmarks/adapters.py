@@ -37,7 +37,7 @@ from benchmarks.rows import Row, finish, make_row
 from engine_builder.adapters.add import release_layers
 from engine_builder.stores.local import WritableLocalStore
 from model.adapters.layers import Layer
-from model.adapters.library import load_factors
+from model.adapters.library import load_changes
 from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.deployment import Deployment
@@ -111,7 +111,7 @@ def swap_rows(loaded: Loaded, store: Store, options: argparse.Namespace) -> list
         "restore": swap(),
         "three": swap(*_NAMES),
         "restore from three": swap(),
-        "read": lambda: load_factors(store, record, model.device),
+        "read": lambda: load_changes(store, record, model.device),
     }
     times: dict[str, list[float]] = {case: [] for case in works}
     for run in range(-_WARM_UPS, options.runs):

@@ -1,4 +1,4 @@
-"""Add an adapter to a store: match its file with a release's layers, and write its factors and its record.
+"""Add an adapter to a store: match its file with a release's layers, and write its parts and its record.
 
 The record names layers of the checkpoint and fits every release that has them. The release is only read to learn the
 names and shapes of its layers. An engine's map of constants has them, so no weights are fetched.
@@ -12,13 +12,15 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors.torch import save
 
 from engine_builder.adapters.bad_adapter import BadAdapter
-from engine_builder.adapters.read import AdapterFile, Factors, open_adapter, read_factors
+from engine_builder.adapters.read import AdapterFile, open_adapter, read_changes
 from engine_builder.backends.built import put_blob
 from engine_builder.building.weights import group_tensors
 from engine_builder.releases.signing import sign_adapter
 from engine_builder.stores.store import WritableStore
+from model.adapters.changes import Change
 from model.adapters.layers import COMPONENTS, Layer, find_layers
 from model.errors import AdapterExists, ManifestError, PreheatError, StoreError
+from model.store.adapter_forms import stored_shape
 from model.store.adapter_record import AdapterLayer, AdapterRecord
 from model.store.keys import adapter_key
 from model.store.manifest import Manifest
@@ -45,27 +47,25 @@ def add_adapter(
     """
     adapter_key(name)  # refuses an unsafe name before the file is read
     file = open_adapter(path)
-    fitting, factors = _match(store, file, release)
+    fitting, layers, changes = _match(store, file, release)
     for warning in file.warnings:
         warn(warning)
     record = AdapterRecord(
         name=name,
         source=hashlib.sha256(file.data).hexdigest(),
-        layers={
-            layer: AdapterLayer(rank=len(entry.down), scale=entry.scale, shape=entry.shape)
-            for layer, entry in factors.items()
-        },
+        layers={layer: _record_layer(change, layers[layer].shape) for layer, change in changes.items()},
         blobs=tuple(
             put_blob(store, save(tensors))
             for tensors in group_tensors(
                 {
                     f"{layer}.{role}": tensor.contiguous()
-                    for layer, entry in factors.items()
-                    for role, tensor in (("down", entry.down), ("up", entry.up))
+                    for layer, change in changes.items()
+                    for role, tensor in change.parts.items()
                 }
             )
         ),
     )
+    record = record.model_copy(update={"schema_version": record.required_schema})
     if key is not None:
         record = sign_adapter(record, key)
     try:
@@ -76,6 +76,15 @@ def add_adapter(
             raise
         return existing, fitting, False
     return record, fitting, True
+
+
+def _record_layer(change: Change, shape: tuple[int, ...]) -> AdapterLayer:
+    """Return a change's entry in the record. shape: of the layer's tensor."""
+    shape = stored_shape(shape)
+    if change.is_low_rank:
+        return AdapterLayer(rank=len(change.parts["down"]), scale=change.scale, shape=shape)
+    parts = {role: tuple(tensor.shape) for role, tensor in change.parts.items()}
+    return AdapterLayer(form=change.form, parts=parts, scale=change.scale, shape=shape)
 
 
 def release_layers(store: Store, manifest: Manifest) -> dict[str, Layer]:
@@ -89,8 +98,10 @@ def release_layers(store: Store, manifest: Manifest) -> dict[str, Layer]:
     return find_layers(shapes)
 
 
-def _match(store: WritableStore, file: AdapterFile, release: str | None) -> tuple[str, dict[str, Factors]]:
-    """Return a release that the adapter fits, the newest first, and its factors by layer.
+def _match(
+    store: WritableStore, file: AdapterFile, release: str | None
+) -> tuple[str, dict[str, Layer], dict[str, Change]]:
+    """Return a release that the adapter fits, the newest first, its layers, and the changes by layer.
 
     Unreadable releases are skipped. If no other one fits, the error names them.
     """
@@ -116,7 +127,8 @@ def _match(store: WritableStore, file: AdapterFile, release: str | None) -> tupl
             continue
         tried.add(architecture)
         try:
-            return name, read_factors(file, release_layers(store, manifest))
+            layers = release_layers(store, manifest)
+            return name, layers, read_changes(file, layers)
         except BadAdapter as error:
             failures.append(error)
         except (ManifestError, StoreError) as error:  # of its map of constants

@@ -7,6 +7,6 @@ FORMATS = "kohya's scripts, diffusers, PEFT, OneTrainer, ComfyUI, LyCORIS and Si
 
 
 class BadAdapter(PreheatError):
-    """A file is not a LoRA adapter that can be used with this model."""
+    """A file is not an adapter that can be used with this model."""
 
-    remedy = f"Give a LoRA or LoCon in a safetensors file, made for this model, in the keys of {FORMATS}."
+    remedy = f"Give a LoRA, LoHa or LoKr in a safetensors file, made for this model, in the keys of {FORMATS}."

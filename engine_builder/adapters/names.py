@@ -1,4 +1,4 @@
-"""The names that trainers give to a layer's factors.
+"""The names that trainers give to the tensors of a module.
 
 A key is a prefix, the name of a module, and a suffix that says what the tensor is. Each of them is a table here. Some
 trainers write underscores in place of dots, which cannot be reversed. So both a key and the names of all layers are
@@ -27,16 +27,25 @@ SUFFIXES = {
     ".lora_linear_layer.up.weight": "up",
     "_lora.down.weight": "down",
     "_lora.up.weight": "up",
-    ".alpha": "alpha",
+    ".lora_mid.weight": "mid",
+    ".dora_scale": "dora_scale",
+    ".lora_magnitude_vector": "magnitude_vector",
+    ".lora_magnitude_vector.weight": "magnitude_vector",
+    ".lora_magnitude_vector.default.weight": "magnitude_vector",
+    ".lora_B.bias": "up_bias",
+    ".lora_B.default.bias": "up_bias",
+    ".lora_up.bias": "up_bias",
+    **{f".hada_{part}": f"hada_{part}" for part in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")},
+    **{f".lokr_{part}": f"lokr_{part}" for part in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")},
+    **{f".{role}": role for role in ("diff", "diff_b", "w_norm", "b_norm", "on_input", "alpha")},
+    ".weight": "gain",  # of (IA)3; the last one, because others end with it too
 }
-"""The end of a key -> what its tensor is."""
+"""The end of a key -> what its tensor is, see `engine_builder.adapters.algorithms`."""
 
 UNSUPPORTED = {
-    r"dora_scale": "DoRA", r"lora_magnitude_vector": "DoRA", r"hada_": "LoHa", r"lokr_": "LoKr", r"oft_": "OFT",
-    r"lora_mid": "LoCon with a Tucker decomposition", r"glora_": "GLoRA", r"\.a1\.": "GLoRA", r"ia3": "IA3",
-    r"on_input": "IA3", r"boft": "BOFT", r"\.diff(_b)?$": "full weight differences",
+    r"oft_": "OFT", r"boft": "BOFT", r"glora_": "GLoRA", r"\.(a1|a2|b1|b2)\.weight$": "GLoRA", r"ia3_l": "PEFT's IA3",
     r"lora_embedding": "an embedding's LoRA", r"emb_params": "a textual inversion",
-    r"lora_(B|up)(\.default)?\.bias$": "a LoRA with biases", r"w_norm": "norms",
+    r"\.set_weight$": "weights in full", r"\.reshape_weight$": "weights of another shape",
 }  # fmt: skip
 """A regular expression that a key contains -> the kind of adapter that it shows."""
 
@@ -65,7 +74,7 @@ PREFIXES = {
 
 _WRAPPERS = re.compile(r"base_model\.model\.|(?<=\.)processor\.")  # PEFT's model; diffusers' old attention processors
 _BARE = re.compile(
-    r"(down_blocks|mid_block|up_blocks|input_blocks|middle_block|output_blocks|(conv_in|conv_out|out_2)$"
+    r"(down_blocks|mid_block|up_blocks|input_blocks|middle_block|output_blocks|(conv_in|conv_out|conv_norm_out|out_[02])$"
     r"|time_embed|add_embedding|label_emb_)"
 )  # of a UNet without prefix
 _OTHER_MODELS = re.compile(r"(lora_)?(transformer|prior|text_encoder_3|te3)_")  # prefixes of SD 3, Flux and Cascade
@@ -81,11 +90,12 @@ _ALIASES: tuple[tuple[tuple[str, ...], re.Pattern[str], str], ...] = (
 _STABILITY_RESNET = {
     "conv1": "in_layers.2", "conv2": "out_layers.3",
     "time_emb_proj": "emb_layers.1", "conv_shortcut": "skip_connection",
+    "norm1": "in_layers.0", "norm2": "out_layers.0",
 }  # fmt: skip
 _STABILITY = {
     "time_embedding.linear_1": "time_embed.0", "time_embedding.linear_2": "time_embed.2",
     "add_embedding.linear_1": "label_emb.0.0", "add_embedding.linear_2": "label_emb.0.2",
-    "conv_in": "input_blocks.0.0", "conv_out": "out.2",
+    "conv_in": "input_blocks.0.0", "conv_out": "out.2", "conv_norm_out": "out.0",
 }  # fmt: skip
 _BLOCK_MODULE = re.compile(r"(down_blocks|up_blocks)\.(\d+)\.(resnets|attentions|downsamplers|upsamplers)\.(\d+)\.(.+)")
 _EMBEDDING = re.compile(r"bundle_emb\.(.+?)\.(string_to_param\..*|[^.]*)")
@@ -93,26 +103,26 @@ _EMBEDDING = re.compile(r"bundle_emb\.(.+?)\.(string_to_param\..*|[^.]*)")
 
 @dataclass(frozen=True)
 class FoundName:
-    """The layer that a key names; None: the key format is known, and the model has no such layer.
+    """The module that a key names, with its component; None: the format is known, and the model has no such module.
 
-    is_bare: the key has no prefix. module: the key's own name of the module, without PEFT's prefix.
+    is_bare: the key has no prefix. own_name: the key's own name of the module, without PEFT's prefix.
     """
 
-    layer: str | None
+    module: str | None
     is_bare: bool
-    module: str
+    own_name: str
 
 
 class LayerNames:
-    """Finds the layers of one model by the keys of all formats."""
+    """Finds the modules of one model by the keys of all formats."""
 
     def __init__(self, layers: Iterable[Layer]) -> None:
-        modules: dict[str, list[str]] = {component: [] for component in PREFIXES.values()}
+        modules: dict[str, dict[str, None]] = {component: {} for component in PREFIXES.values()}
         for layer in layers:
             component, _, module = layer.name.partition(".")
-            modules[component].append(module)
+            modules[component][module if len(layer.shape) > 1 else module.rpartition(".")[0]] = None
         stability = _stability_names(modules[UNET])
-        self._layers = {
+        self._modules = {
             (component, spelling.replace(".", "_")): f"{component}.{module}"
             for component, names in modules.items()
             for module in names
@@ -128,12 +138,12 @@ class LayerNames:
         name = module.replace(".", "_")
         prefix = next((prefix for prefix in self._longest_first if name.startswith(prefix)), "")
         component, rest = self._prefixes.get(prefix, UNET), name.removeprefix(prefix)
-        layer = self._layers.get((component, rest))
-        if layer is None and component == UNET and rest.startswith("text_model_"):
+        found = self._modules.get((component, rest))
+        if found is None and component == UNET and rest.startswith("text_model_"):
             return None  # it does not say which text encoder
-        if layer is None and not prefix and not _BARE.match(name) and not _OTHER_MODELS.match(name):
+        if found is None and not prefix and not _BARE.match(name) and not _OTHER_MODELS.match(name):
             return None
-        return FoundName(layer, not prefix, module)
+        return FoundName(found, not prefix, module)
 
 
 def split_key(key: str) -> tuple[str, str] | None:

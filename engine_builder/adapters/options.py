@@ -21,11 +21,11 @@ PEFT_OPTIONS = {
     **dict.fromkeys(("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"), NO_EFFECT),
     **dict.fromkeys(("inference_mode", "lora_dropout", "runtime_config", "megatron_core"), NO_EFFECT),
     **dict.fromkeys(("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"), NO_EFFECT),
-    "use_dora": "DoRA",
-    "use_rslora": "rsLoRA",
+    **dict.fromkeys(("alpha", "use_dora", "use_rslora", "lora_bias"), READ),
+    **dict.fromkeys(("init_weights", "rank_dropout", "rank_dropout_scale", "module_dropout"), NO_EFFECT),
+    **dict.fromkeys(("use_effective_conv2d", "decompose_both", "decompose_factor"), NO_EFFECT),  # the shapes tell
     "fan_in_fan_out": "transposed weights",
     "bias": "trained biases",
-    "lora_bias": "a LoRA with biases",
     "modules_to_save": "modules that are stored in full",
     "trainable_token_indices": "trained tokens",
     "target_parameters": "a LoRA of parameters that are not a module's weight",
@@ -40,12 +40,14 @@ PEFT_OPTIONS = {
     "monteclora_config": "MonteCLoRA",
     "arrow_config": "Arrow",
 }
-"""Each option of PEFT's LoraConfig -> READ, NO_EFFECT on a trained adapter, or the kind of adapter that it makes."""
+"""Each option of PEFT's LoraConfig, LoHaConfig and LoKrConfig -> READ, NO_EFFECT on a trained adapter, or the kind of
+adapter that it makes."""
 
 _DEFAULTS: tuple[object, ...] = (None, False, [], "none")  # of the options that make another kind of adapter
 # Values of `init_lora_weights` that leave the model's own weights as they are. Others are PiSSA, OLoRA and so on.
 _INITIALISATIONS: tuple[object, ...] = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
-_DEFAULT_ALPHA = 8  # of LoraConfig
+_KINDS = ("LORA", "LOHA", "LOKR")
+_DEFAULT_ALPHA = 8  # of their configs
 
 
 @dataclass(frozen=True)
@@ -66,10 +68,15 @@ class Module:
 
 @dataclass(frozen=True)
 class Stated:
-    """The values that the options state for a layer; None: they state none."""
+    """The values that the options state for a layer; None: they state none.
 
-    rank: int | None
-    alpha: float | None
+    is_rank_stabilized: the scale is alpha / sqrt(rank) (rsLoRA). is_decomposed: DoRA.
+    """
+
+    rank: int | None = None
+    alpha: float | None = None
+    is_rank_stabilized: bool = False
+    is_decomposed: bool = False
 
 
 def parse_options(text: str, where: str, by_component: bool) -> PeftOptions:
@@ -96,7 +103,7 @@ def check_options(options: PeftOptions, where: str) -> list[str]:
             elif value:
                 warnings[option] = f"{where}: PEFT's option {option} ({_shown(value)}) is unknown and was not read."
         elif option == "peft_type":
-            kind = None if value in (None, "LORA") else str(value)
+            kind = None if value in (None, *_KINDS) else str(value)
         elif option == "init_lora_weights":
             name = value.lower() if isinstance(value, str) else value
             kind = None if name in _INITIALISATIONS else f"a change of the model's own weights ({value})"
@@ -104,7 +111,8 @@ def check_options(options: PeftOptions, where: str) -> list[str]:
             kind = None if value in _DEFAULTS else meaning
         if kind is not None:
             raise BadAdapter(
-                f"{where} is not a plain LoRA: PEFT's option {option} states {_shown(kind)}, which is not supported."
+                f"{where} is no adapter that can be used: PEFT's option {option} states {_shown(kind)}, which is not "
+                "supported."
             )
         if key == f"{TEXT_ENCODER}.alpha_pattern" and options.by_component and "text_model" in str(value):
             warnings[key] = (
@@ -185,15 +193,17 @@ def _stated(values: Mapping[str, Any], rank_key: str | None, alpha_key: str | No
     rank = values.get("r") if rank_key is None else values["rank_pattern"][rank_key]
     if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int)):
         raise BadAdapter(f"{where} has an invalid rank in PEFT's options ({_shown(rank)}).")
+    kinds = bool(values.get("use_rslora")), bool(values.get("use_dora"))
     if alpha_key is not None:
         alpha = values["alpha_pattern"][alpha_key]
     else:
-        alpha = values.get("lora_alpha", _DEFAULT_ALPHA if "r" in values else None)
-        if alpha is None and "lora_alpha" not in values:
-            return Stated(rank, None)
+        option = next((name for name in ("lora_alpha", "alpha") if name in values), None)
+        alpha = values[option] if option else _DEFAULT_ALPHA if "r" in values else None
+        if alpha is None and option is None:
+            return Stated(rank, None, *kinds)
     if not _is_number(alpha):
         raise BadAdapter(f"{where} has an invalid alpha ({_shown(alpha)}).")
-    return Stated(rank, alpha)
+    return Stated(rank, alpha, *kinds)
 
 
 def _shown(value: object) -> str:

@@ -1,7 +1,6 @@
-"""Read an adapter's file: low-rank factors by layer, checked. Nothing of it reaches a device before it is checked."""
+"""Read an adapter's file: changes by layer, checked. Nothing of it reaches a device before it is checked."""
 
 import json
-import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from engine_builder.adapters.algorithms import OUTPUT_BIAS, VECTORS, check_finite, read_change
 from engine_builder.adapters.bad_adapter import FORMATS, BadAdapter
 from engine_builder.adapters.names import UNSUPPORTED, FoundName, LayerNames, embedding_name, split_key
 from engine_builder.adapters.options import (
@@ -21,35 +21,20 @@ from engine_builder.adapters.options import (
     stated_scales,
 )
 from engine_builder.files import read_file
+from model.adapters.changes import Change
 from model.adapters.layers import Layer
-from model.store.adapter_record import MAX_RANK
 from model.store.manifest_json import printable
 from model.weights.safetensors_header import InvalidHeader, read_header
 from model.weights.stream import tensor_view
 
 MAX_FILE_BYTES = 4 * 2**30
-MAX_SCALE = 1e4  # of alpha / rank; trainers write at most some hundreds
 _FLOATS = ("F16", "BF16", "F32", "F64")
 _INTEGERS = ("I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64")  # kohya's extraction stores alpha as one
 _PEFT_WEIGHTS, _PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # of a folder that PEFT wrote
 _DIFFUSERS_WEIGHTS = "pytorch_lora_weights.safetensors"  # of a folder that diffusers wrote
 _METADATA = "lora_adapter_metadata"  # diffusers' entry in the header: the options of PEFT
 _PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
-_ALPHA_TOLERANCE = 0.01  # between a tensor, which may be BF16, and PEFT's options
 _MAX_NAMED = 5  # files or embeddings in one message
-
-
-@dataclass(frozen=True)
-class Factors:
-    """The change of one layer: scale * (up @ down).
-
-    down: [rank, in] or [rank, in, height, width]. up: [out, rank]. shape: of the layer's weight.
-    """
-
-    down: torch.Tensor
-    up: torch.Tensor
-    scale: float
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -90,7 +75,7 @@ def open_adapter(path: Path) -> AdapterFile:
     warnings = _warnings(path, keys, options, embeddings.values())
     _refuse_unsupported(path, keys)
     for key in keys:
-        allowed = _FLOATS + _INTEGERS if key.endswith(".alpha") else _FLOATS
+        allowed = _FLOATS + _INTEGERS if key.endswith((".alpha", ".on_input")) else _FLOATS
         if extents[key].dtype not in allowed:
             expected = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
             raise BadAdapter(f"{path}: {key[:120]!r} is {extents[key].dtype}, expected {expected}.")
@@ -99,34 +84,66 @@ def open_adapter(path: Path) -> AdapterFile:
     return AdapterFile(path, data, tensors, options, tuple(warnings))
 
 
-def read_factors(file: AdapterFile, layers: Mapping[str, Layer]) -> dict[str, Factors]:
-    """Return the factors by layer. `layers`: those of the model. Raises BadAdapter naming the first problem."""
+def read_changes(file: AdapterFile, layers: Mapping[str, Layer]) -> dict[str, Change]:
+    """Return the changes by layer. `layers`: those of the model. Raises BadAdapter naming the first problem."""
     names = LayerNames(layers.values())
     found: dict[str, dict[str, torch.Tensor]] = {}
-    modules: dict[str, Module] = {}
+    named: dict[str, Module] = {}
     for key, tensor in file.tensors.items():
         split = split_key(key)
-        if split is None:
-            raise BadAdapter(f"{file.path}: {key[:120]!r} is not the name of a LoRA's tensor.")
-        stem, role = split
-        name = names.find(stem)
-        if name is None:
+        name = names.find(split[0]) if split else None
+        if split is None or name is None:
             raise BadAdapter(
                 f"{file.path}: the key format of {key[:120]!r} is unknown. These formats are read: {FORMATS}."
             )
-        if name.layer is None:
+        if name.module is None:
             raise BadAdapter(
                 f"{file.path}: this model has no layer for {key[:120]!r}. The adapter is for another model."
             )
-        if role in found.setdefault(name.layer, {}):
-            raise BadAdapter(f"{file.path}: {name.layer} has two tensors {role!r}.")
-        found[name.layer][role] = tensor
-        modules[name.layer] = _module(file.options, name.layer, name)
-    stated = stated_scales(file.options, modules, str(file.path)) if file.options else {}
-    return {
-        name: _factors(file, layers[name], parts, stated.get(name, Stated(None, None)))
-        for name, parts in sorted(found.items())
-    }
+        if split[1] in found.setdefault(name.module, {}):
+            raise BadAdapter(f"{file.path}: {name.module} has two tensors {split[1]!r}.")
+        found[name.module][split[1]] = tensor if tensor.dtype != torch.float64 else tensor.float()
+        named[name.module] = _module(file.options, name)
+    stated = stated_scales(file.options, named, str(file.path)) if file.options else {}
+    changes: dict[str, Change] = {}
+    for module, tensors in sorted(found.items()):
+        changes |= _changes_of(module, tensors, layers, stated.get(module, Stated()), f"{file.path}: {module}")
+    return changes
+
+
+def _changes_of(
+    module: str, tensors: dict[str, torch.Tensor], layers: Mapping[str, Layer], stated: Stated, where: str
+) -> dict[str, Change]:
+    """Return the changes that a module's tensors make, by layer: of its weight, of its bias. Raises BadAdapter."""
+    vectors = {end: tensors.pop(role) for role, end in VECTORS.items() if role in tensors}
+    bias = tensors.pop(OUTPUT_BIAS, None)
+    if module not in layers and "diff" in tensors:
+        vectors[".weight"] = tensors.pop("diff")  # of a norm
+    changes: dict[str, Change] = {}
+    if tensors and module not in layers:
+        raise BadAdapter(f"{where} is a norm, and has tensors of a linear: {', '.join(sorted(tensors))}.")
+    if tensors.keys() - {"alpha"}:
+        changes[module] = read_change(tensors, layers[module].shape, stated, where)
+    elif bias is not None:
+        raise BadAdapter(f"{where} has a bias of a LoRA, and no LoRA.")
+    scales = dict.fromkeys(vectors, 1.0)
+    if bias is not None:
+        if ".bias" in vectors:
+            raise BadAdapter(f"{where} has two differences of its bias.")
+        vectors[".bias"], scales[".bias"] = bias, changes[module].scale
+    for end, vector in vectors.items():
+        layer = layers.get(module + end)
+        if layer is None:
+            raise BadAdapter(f"{where} has a difference of its {end[1:]}, and this model's layer has none.")
+        if vector.numel() != layer.shape[0]:
+            raise BadAdapter(
+                f"{where} has a difference of its {end[1:]} of the shape {list(vector.shape)}, and the layer's is "
+                f"{list(layer.shape)}. The adapter is for another model."
+            )
+        parts = {"full": vector.flatten()}
+        check_finite(parts, where + end)
+        changes[module + end] = Change("matrix", parts, scales[end])
+    return changes
 
 
 def _file_in(folder: Path) -> Path:
@@ -185,65 +202,20 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(printable(name[:80]) for name in unique[:_MAX_NAMED]) + more
 
 
-def _module(options: PeftOptions | None, layer: str, found: FoundName) -> Module:
-    """Return how PEFT's options name a layer."""
-    component, _, module = layer.partition(".")
+def _module(options: PeftOptions | None, found: FoundName) -> Module:
+    """Return how PEFT's options name a module that was found."""
+    assert found.module is not None
+    component, _, module = found.module.partition(".")
     if options is None or not options.by_component:
-        return Module("", found.module)
+        return Module("", found.own_name)
     return Module("" if found.is_bare else component, diffusers_name(component, module))
-
-
-def _factors(file: AdapterFile, layer: Layer, parts: Mapping[str, torch.Tensor], stated: Stated) -> Factors:
-    """Check the tensors of one layer, and return its factors."""
-    where = f"{file.path}: {layer.name}"
-    for role in ("down", "up"):
-        if role not in parts:
-            raise BadAdapter(f"{where} has no {role!r} tensor.")
-    down, up = (_as_float(parts[role]) for role in ("down", "up"))
-    rank, shape = down.shape[0] if down.ndim else 0, layer.shape
-    if not 1 <= rank <= MAX_RANK:
-        raise BadAdapter(f"{where} has rank {rank}, expected 1 to {MAX_RANK}.", "Train or resize it to a smaller rank.")
-    # A linear's factors may be written as those of a 1x1 convolution, and a 1x1 convolution's as a linear's.
-    kernel = shape[2:] if math.prod(shape[2:]) > 1 else ()
-    if math.prod(down.shape[2:]) == 1 and not kernel:
-        down = down.reshape(down.shape[:2])
-    if math.prod(up.shape[2:]) == 1:
-        up = up.reshape(up.shape[:2])
-    if tuple(down.shape) != (rank, shape[1], *kernel) or tuple(up.shape) != (shape[0], rank):
-        raise BadAdapter(
-            f"{where} has factors of the shapes {list(parts['down'].shape)} and {list(parts['up'].shape)}, and the "
-            f"layer's weight is {list(shape)}. The adapter is for another model."
-        )
-    for role, tensor in (("down", down), ("up", up)):
-        if not bool(torch.isfinite(tensor).all()):
-            raise BadAdapter(f"{where}: the {role!r} tensor has NaN or infinite values.")
-    return Factors(down, up, _scale(parts.get("alpha"), stated, rank, where), (*shape[:2], *kernel))
-
-
-def _as_float(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype == torch.float64 else tensor
-
-
-def _scale(alpha: torch.Tensor | None, stated: Stated, rank: int, where: str) -> float:
-    """Return alpha / rank, of the file's own alpha or PEFT's options. Without either it is 1."""
-    if stated.rank not in (None, rank):
-        raise BadAdapter(f"{where} has rank {rank}, and PEFT's options state {str(stated.rank)[:40]}.")
-    own = None if alpha is None else alpha.item() if alpha.numel() == 1 else math.nan
-    values = [value for value in (own, stated.alpha) if value is not None] or [rank]
-    for value in values:
-        # Compared before the division, which raises OverflowError for a whole number beyond a float's range.
-        if not abs(value) <= MAX_SCALE * rank:
-            raise BadAdapter(f"{where} has an invalid alpha ({str(value)[:40]}).")
-    if not math.isclose(values[0], values[-1], rel_tol=_ALPHA_TOLERANCE):
-        raise BadAdapter(f"{where} has alpha {values[0]:g}, and PEFT's options state {values[-1]:g}.")
-    return values[0] / rank
 
 
 def _refuse_unsupported(path: Path, keys: Iterable[str]) -> None:
     for key in keys:
         for pattern, kind in UNSUPPORTED.items():
             if re.search(pattern, key):
-                raise BadAdapter(f"{path} is not a plain LoRA: {key[:120]!r} shows {kind}, which is not supported.")
+                raise BadAdapter(f"{path}: {key[:120]!r} shows {kind}, which is not supported.")
 
 
 def _read(path: Path) -> bytes:

@@ -17,7 +17,7 @@ from engine_builder.checkpoints.ip_adapter import open_adapter
 from engine_builder.kernels.float_arithmetic import stored_types
 from engine_builder.networks.text import FinalTextNetwork
 from engine_builder.networks.unet import StepUnet
-from model.adapters.merge import Factors
+from model.adapters.changes import Change
 from model.adapters.packing import pack
 from model.engines import signatures
 from model.engines.features import GUIDED_ZEROS, IMAGE_PROMPT
@@ -199,16 +199,19 @@ def _adapted(pair: Counterparts, component: str, unet: nn.Module) -> Iterator[di
     draw = _drawing(pair.device, seed=3)
     adapters = [
         {
-            place.layer.name: Factors(
-                draw(packing.rank, place.layer.shape[1]) * place.layer.shape[1] ** -0.5,
-                draw(place.layer.shape[0], packing.rank) * packing.rank**-0.5,
+            place.layer.name: Change(
+                "matrix",
+                {
+                    "down": draw(packing.rank, place.layer.shape[1]) * place.layer.shape[1] ** -0.5,
+                    "up": draw(place.layer.shape[0], packing.rank) * packing.rank**-0.5,
+                },
                 _ADAPTER_SCALE,
             )
             for place in packing.layers
         }
         for _ in range(1 if guided else _BATCH)  # both halves of guidance have one image's adapters
     ]
-    packed = [pack(packing, [(factors, 1.0)], torch.float32) for factors in adapters] * (_BATCH // len(adapters))
+    packed = [pack(packing, [(changes, 1.0)], torch.float32) for changes in adapters] * (_BATCH // len(adapters))
     vectors = {name: torch.cat([one[name] for one in packed]) for name in packed[0]}
     with ExitStack() as hooks:
         for place in packing.layers:
@@ -218,15 +221,15 @@ def _adapted(pair: Counterparts, component: str, unet: nn.Module) -> Iterator[di
         yield vectors
 
 
-def _adding(changes: Sequence[Factors]) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
+def _adding(changes: Sequence[Change]) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
     """Return a hook that adds each batch entry's change to the output of a linear, or of a 1x1 convolution."""
 
     def add(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
         inputs = arguments[0]
         is_image = inputs.ndim == 4
         tokens = inputs.flatten(2).transpose(1, 2) if is_image else inputs  # [batch, tokens, in]
-        parts = [(one @ entry.down.T) @ entry.up.T * entry.scale for one, entry in zip(tokens, changes, strict=True)]
-        added = torch.stack(parts)
+        parts = [(change.parts["down"].T, change.parts["up"].T * change.scale) for change in changes]
+        added = torch.stack([(one @ down) @ up for one, (down, up) in zip(tokens, parts, strict=True)])
         return output + (added.transpose(1, 2).reshape(output.shape) if is_image else added)
 
     return add

@@ -7,12 +7,14 @@ order of rows is that of `engine_builder.networks`; a test compares both. Import
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from model.errors import AdapterError
 from model.pipeline.spec import TEXT_ENCODER, TEXT_ENCODER_2, TEXT_ENCODER_FINAL, UNET, UNET_TEXT, UNET_TIME
 
-AdapterSet = tuple[tuple[str, float], ...]
+Scale = float | tuple[tuple[str, float], ...]
+"""Of an adapter: a number, or a number for the layers whose names have a start. The first that fits is used, else 1."""
+AdapterSet = tuple[tuple[str, Scale], ...]
 """Adapters by name and their scales, in the order of names. Images with equal sets may share a batch."""
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Mapping[str, Shape]]
@@ -23,15 +25,17 @@ _TEXT_ENCODERS = {TEXT_ENCODER: TEXT_ENCODER, TEXT_ENCODER_FINAL: TEXT_ENCODER, 
 COMPONENTS = (UNET, UNET_TEXT, UNET_TIME, *_TEXT_ENCODERS)
 """Components whose weights adapters change: those of the base model, without its VAE."""
 _TEXT_PREFIX = "text_model."  # of the names in a checkpoint; a CLIP without projection has none on the server
+_PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("to_q", "to_k", "to_v"))  # of a text encoder, of a UNet
 _TEXT_LAYER = re.compile(r"encoder\.layers\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A linear or a convolution of the checkpoint.
+    """A tensor of the checkpoint: the weight of a linear or of a convolution, a bias, or the weight of a norm.
 
-    name: "unet.", "text_encoder." or "text_encoder_2.", and the checkpoint's name of the module.
-    shape: of its weight in the checkpoint: [out, in] or [out, in, height, width].
+    name: "unet.", "text_encoder." or "text_encoder_2.", and the checkpoint's name of the module; of a bias or a norm's
+    weight that of the tensor, which ends with ".bias" or ".weight".
+    shape: in the checkpoint: [out, in] or [out, in, height, width]; [out] of a bias or a norm's weight.
     component, tensor: where the server has its weight.
     start: the first of its rows there. 0 for a tensor that is all its own.
     """
@@ -45,28 +49,38 @@ class Layer:
 
 def find_layers(shapes: Shapes) -> dict[str, Layer]:
     """Return the layers of a release's base model by name. Raises AdapterError for tensors in an unknown order."""
-    unet = {name: shape for name, shape in shapes.get(UNET, {}).items() if name.endswith(".weight")}
-    layers = [*_unet_layers(unet), *_text_projections(unet, shapes.get(UNET_TEXT, {}))]
+    unet = shapes.get(UNET, {})
+    layers = [*_plain_layers(UNET, UNET, unet), *_text_projections(unet, shapes.get(UNET_TEXT, {}))]
     layers += _time_layers(unet, shapes.get(UNET_TIME, {}))
     for component in _TEXT_ENCODERS:
         layers += _text_layers(component, shapes.get(component, {}))
     return {layer.name: layer for layer in layers}
 
 
-def _unet_layers(tensors: Mapping[str, Shape]) -> Iterator[Layer]:
+def _plain_layers(component: str, checkpoint: str, tensors: Mapping[str, Shape], prefix: str = "") -> Iterator[Layer]:
+    """Yield the layers of tensors that keep the name of their module, or are a fused form of it.
+
+    checkpoint: the component's name there. prefix: of the names of modules there.
+    """
     for tensor, shape in tensors.items():
-        module = f"{UNET}.{tensor.removesuffix('.weight')}"
-        parent = module.rpartition(".")[0]
-        if module.endswith(".to_qkv"):
-            yield from _thirds(UNET, tensor, shape, [f"{parent}.to_{part}" for part in "qkv"])
-        elif module.endswith(".interleaved"):
-            yield Layer(f"{parent}.proj", shape, UNET, tensor)
-        elif module.endswith(".phases"):
-            yield Layer(f"{parent}.conv", (shape[0] // 4, shape[1], 3, 3), UNET, tensor)
+        stem, _, kind = tensor.rpartition(".")
+        if kind not in ("weight", "bias"):
+            continue
+        suffix = "" if len(shape) > 1 else f".{kind}"
+        module = f"{checkpoint}.{prefix}{stem}"
+        parent, _, last = module.rpartition(".")
+        if last == "to_qkv":
+            projections = [f"{parent}.{part}" for part in _PROJECTIONS[component == UNET]]
+            yield from _thirds(component, tensor, shape, [name + suffix for name in projections])
+        elif last == "interleaved":
+            yield Layer(f"{parent}.proj{suffix}", shape, component, tensor)
+        elif last == "phases":
+            kernel = (shape[1], 3, 3) if len(shape) > 1 else ()
+            yield Layer(f"{parent}.conv{suffix}", (shape[0] // 4, *kernel), component, tensor)
         elif len(shape) == 3:  # Winograd: [16, out, in]
-            yield Layer(module, (*shape[1:], 3, 3), UNET, tensor)
-        elif len(shape) > 1:
-            yield Layer(module, shape, UNET, tensor)
+            yield Layer(module, (*shape[1:], 3, 3), component, tensor)
+        elif shape:
+            yield Layer(module + suffix, shape, component, tensor)
 
 
 def _thirds(component: str, tensor: str, shape: Shape, names: list[str]) -> Iterator[Layer]:
@@ -85,15 +99,14 @@ def _text_projections(unet: Mapping[str, Shape], tensors: Mapping[str, Shape]) -
 
 
 def _time_layers(unet: Mapping[str, Shape], tensors: Mapping[str, Shape]) -> Iterator[Layer]:
-    for tensor, shape in tensors.items():
-        if tensor.endswith(".weight") and not tensor.startswith("biases."):
-            yield Layer(f"{UNET}.{tensor.removesuffix('.weight')}", shape, UNET_TIME, tensor)
+    own = {name: shape for name, shape in tensors.items() if not name.startswith("biases.")}
+    yield from _plain_layers(UNET_TIME, UNET, own)
     convs = sorted((name for name in unet if re.search(r"\.resnets\.\d+\.conv1\.weight$", name)), key=forward_order)
-    names = [name.replace("conv1.weight", "time_emb_proj") for name in convs]
     widths = [unet[name][1] if len(unet[name]) == 3 else unet[name][0] for name in convs]
-    yield from _rows(
-        UNET_TIME, {name: shape for name, shape in tensors.items() if name == "biases.weight"}, names, widths
-    )
+    for kind, suffix in (("weight", ""), ("bias", ".bias")):
+        names = [name.replace("conv1.weight", f"time_emb_proj{suffix}") for name in convs]
+        of_kind = {name: shape for name, shape in tensors.items() if name == f"biases.{kind}"}
+        yield from _rows(UNET_TIME, of_kind, names, widths)
 
 
 def _rows(component: str, tensors: Mapping[str, Shape], names: list[str], widths: list[int]) -> Iterator[Layer]:
@@ -105,7 +118,7 @@ def _rows(component: str, tensors: Mapping[str, Shape], names: list[str], widths
         start = 0
         while start < shape[0] and remaining:
             name, width = remaining.pop(0)
-            yield Layer(f"{UNET}.{name}", (width, shape[1]), component, tensor, start)
+            yield Layer(f"{UNET}.{name}", (width, *shape[1:]), component, tensor, start)
             start += width
         if start != shape[0]:
             break
@@ -119,31 +132,26 @@ def _rows(component: str, tensors: Mapping[str, Shape], names: list[str], widths
 
 
 def _text_layers(component: str, tensors: Mapping[str, Shape]) -> Iterator[Layer]:
-    """Yield the linears of a text encoder, also those of its last layer that no engine reads.
+    """Yield the layers of a text encoder, also its last layer and final norm, which no engine of SDXL's first reads.
 
     The names of engines' constants lack these. The layers of an encoder have equal shapes.
     """
     prefix = _TEXT_PREFIX if any(name.startswith(_TEXT_PREFIX) for name in tensors) else ""
-    linears = {
-        name.removeprefix(prefix): shape
-        for name, shape in tensors.items()
-        if name.endswith(".weight") and len(shape) == 2 and "embedding" not in name
-    }
-    matches = [match for name in linears if (match := _TEXT_LAYER.fullmatch(name))]
+    own = {name.removeprefix(prefix): shape for name, shape in tensors.items() if "embedding" not in name}
+    matches = [match for name in own if (match := _TEXT_LAYER.fullmatch(name))]
     count = 1 + max((int(match[1]) for match in matches), default=-1)
-    first = {match[2]: linears[match[0]] for match in matches if match[1] == "0"}
+    first = {match[2]: own[match[0]] for match in matches if match[1] == "0"}
     for index in range(count):
-        linears |= {f"encoder.layers.{index}.{part}": shape for part, shape in first.items()}
-    for name, shape in linears.items():
-        stem = name.removesuffix(".weight")
-        checkpoint = _TEXT_ENCODERS[component]
-        module = f"{checkpoint}.{_TEXT_PREFIX}{stem}" if _TEXT_LAYER.fullmatch(name) else f"{checkpoint}.{stem}"
-        tensor = prefix + name if _TEXT_LAYER.fullmatch(name) else name
-        if stem.endswith(".to_qkv"):
-            parent = module.rpartition(".")[0]
-            yield from _thirds(component, tensor, shape, [f"{parent}.{part}_proj" for part in "qkv"])
-        else:
-            yield Layer(module, shape, component, tensor)
+        own |= {f"encoder.layers.{index}.{part}": shape for part, shape in first.items()}
+    norm = {part: first[f"layer_norm1.{part}"] for part in ("weight", "bias") if f"layer_norm1.{part}" in first}
+    own |= {f"final_layer_norm.{part}": shape for part, shape in norm.items()}
+    # In a checkpoint all names but that of the projection begin with the prefix.
+    of_projection = {name: shape for name, shape in own.items() if name.startswith("text_projection.")}
+    of_model = {name: shape for name, shape in own.items() if name not in of_projection}
+    checkpoint = _TEXT_ENCODERS[component]
+    yield from _plain_layers(component, checkpoint, of_projection)
+    for layer in _plain_layers(component, checkpoint, of_model, _TEXT_PREFIX):
+        yield replace(layer, tensor=prefix + layer.tensor)
 
 
 def forward_order(name: str) -> tuple[object, ...]:

@@ -14,10 +14,12 @@ from types import MappingProxyType
 
 import torch
 
-from model.adapters.layers import AdapterSet, Layer
-from model.adapters.merge import AdaptableWeights, AdapterFactors, Factors
+from model.adapters.changes import AdapterChanges, Change
+from model.adapters.layers import AdapterSet, Layer, Scale
+from model.adapters.merge import AdaptableWeights
 from model.adapters.packing import Packing, can_pack
 from model.errors import AdapterError, PreheatError
+from model.store.adapter_forms import element_count
 from model.store.adapter_record import AdapterRecord
 from model.store.store import Store
 from model.weights.stream import stream_weights
@@ -52,7 +54,7 @@ class AdapterLibrary:
         self._sizes = {record.name: _device_bytes(record) for record in records}
         self._weights = weights
         self._lock = threading.Lock()  # guards the next three
-        self._loaded: OrderedDict[str, AdapterFactors] = OrderedDict()  # the least recently used first
+        self._loaded: OrderedDict[str, AdapterChanges] = OrderedDict()  # the least recently used first
         self._loading: dict[str, Future[None]] = {}
         self._failures: dict[str, AdapterError] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="preheat-adapters")
@@ -106,11 +108,11 @@ class AdapterLibrary:
         if self.packing is None or not adapters:
             return False
         records = [self._records[name] for name, _ in adapters]
-        ranks = [max(layer.rank for layer in record.layers.values()) for record in records]
+        ranks = [max(layer.rank or math.inf for layer in record.layers.values()) for record in records]
         return sum(ranks) <= self.packing.rank and all(can_pack(record.layers, self.layers) for record in records)
 
-    def factors(self, adapters: AdapterSet) -> list[tuple[AdapterFactors, float]]:
-        """Return the factors of adapters that are on the device, with their scales."""
+    def changes(self, adapters: AdapterSet) -> list[tuple[AdapterChanges, Scale]]:
+        """Return the changes of adapters that are on the device, with their scales."""
         with self._lock:
             for name, _ in adapters:
                 self._loaded.move_to_end(name)
@@ -121,8 +123,8 @@ class AdapterLibrary:
 
         After an error the weights are a mixture, which the next merge replaces.
         """
-        factors, self.active = self.factors(adapters), None
-        self._weights.merge(factors)
+        changes, self.active = self.changes(adapters), None
+        self._weights.merge(changes)
         self.active = adapters
 
     def close(self) -> None:
@@ -132,9 +134,9 @@ class AdapterLibrary:
     def _load(self, name: str) -> None:
         try:
             with torch.inference_mode():
-                factors = load_factors(self._store, self._records[name], self._device)
+                changes = load_changes(self._store, self._records[name], self._device)
             with self._lock:
-                self._loaded[name] = factors
+                self._loaded[name] = changes
         except Exception as error:
             cause = str(error) if isinstance(error, PreheatError) else f"{type(error).__name__}: {error}"
             logger.error("adapter %s cannot be loaded: %s", name, cause)
@@ -156,31 +158,30 @@ class AdapterLibrary:
 
 
 def _device_bytes(record: AdapterRecord) -> int:
-    """Return the bytes of an adapter's factors on the device, in float32."""
-    layers = record.layers.values()
-    return sum(4 * layer.rank * (math.prod(layer.shape[1:]) + layer.shape[0]) for layer in layers)
+    """Return the bytes of an adapter's parts on the device, in float32."""
+    return 4 * sum(element_count(layer.part_shapes) for layer in record.layers.values())
 
 
-def load_factors(store: Store, record: AdapterRecord, device: torch.device) -> AdapterFactors:
-    """Copy an adapter's factors to the device, and check them. Raises AdapterError, CorruptBlob or StoreError."""
+def load_changes(store: Store, record: AdapterRecord, device: torch.device) -> AdapterChanges:
+    """Copy an adapter's parts to the device, and check them. Raises AdapterError, CorruptBlob or StoreError."""
     tensors: dict[str, torch.Tensor] = {}
     for blob_tensors in stream_weights(store, record.blobs, device).values():
         tensors |= blob_tensors
-    factors = {}
+    changes = {}
     for name, layer in record.layers.items():
-        down, up = tensors.pop(f"{name}.down", None), tensors.pop(f"{name}.up", None)
-        shapes = ((layer.rank, *layer.shape[1:]), (layer.shape[0], layer.rank))
-        if down is None or up is None or (tuple(down.shape), tuple(up.shape)) != shapes:
+        parts = {role: tensors.pop(f"{name}.{role}", None) for role in layer.part_shapes}
+        found = {role: part.float() for role, part in parts.items() if part is not None}
+        if {role: tuple(part.shape) for role, part in found.items()} != dict(layer.part_shapes):
             raise AdapterError(
-                f"The factors of {name} in adapter {record.name} have other shapes than its record states."
+                f"The tensors of {name} in adapter {record.name} have other shapes than its record states."
             )
-        factors[name] = Factors(down.float(), up.float(), layer.scale)
+        changes[name] = Change(layer.form or "matrix", found, layer.scale)
     if tensors:
         raise AdapterError(f"Adapter {record.name} has {min(tensors)}, which its record does not state.")
-    sums = torch.stack([entry.down.abs().amax() + entry.up.abs().amax() for entry in factors.values()])
-    if not bool(torch.isfinite(sums).all()):
+    largest = torch.stack([part.abs().amax() for change in changes.values() for part in change.parts.values()])
+    if not bool(torch.isfinite(largest).all()):
         raise AdapterError(f"Adapter {record.name} has NaN or infinite values.")
-    return factors
+    return changes
 
 
 def check_fit(record: AdapterRecord, layers: Mapping[str, Layer], release: str) -> list[Layer]:

@@ -2,7 +2,8 @@
 
 Engines and CUDA graphs read weights at fixed addresses, so a changed weight needs no new engine and no new capture. A
 copy of each weight that an offered adapter changes is kept. Every merge begins with that copy, so rounding errors do
-not add up: W + scale_1 * up_1 @ down_1 + ... is computed in fp32 and rounded once.
+not add up: W + scale_1 * D_1 + ... is computed in fp32 and rounded once, for the differences D of
+`model.adapters.changes`. Those that depend on the weight are of W, so their order does not matter.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,28 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-from model.adapters.layers import Layer
+from model.adapters.changes import AdapterChanges, Change, difference, scale_of
+from model.adapters.layers import Layer, Scale
 from model.weights.fp8 import quantize
-from model.weights.transforms import phase_weights, restore_winograd, winograd_weight
+from model.weights.transforms import phase_weights, restore_phases, restore_winograd, winograd_weight
 
 Weights = Mapping[str, Sequence[Mapping[str, torch.Tensor]]]
 """Component -> its tensors by name, once for each set of weights (of a precision, or of an engine)."""
-
-
-@dataclass(frozen=True)
-class Factors:
-    """The change of one layer: scale * (up @ down).
-
-    down: float32 [rank, in] or [rank, in, height, width]. up: float32 [out, rank]. Both on the device.
-    """
-
-    down: torch.Tensor
-    up: torch.Tensor
-    scale: float
-
-
-AdapterFactors = Mapping[str, Factors]
-"""The change that an adapter makes, by layer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,16 +88,16 @@ class AdaptableWeights:
         return copy
 
     @torch.inference_mode()
-    def merge(self, adapters: Sequence[tuple[AdapterFactors, float]]) -> None:
+    def merge(self, adapters: Sequence[tuple[AdapterChanges, Scale]]) -> None:
         """Set the weights to those of the model, changed by these adapters, each with its scale.
 
         The work is queued on the current stream. Without adapters the weights are exactly the model's. After an error
         the next merge overwrites them.
         """
-        needed = {name for factors, _ in adapters for name in factors}
+        needed = {name for changes, _ in adapters for name in changes}
         self._changed |= needed  # the next merge writes all of them, also if an error ends this one
         for name in self._changed:
-            changes = [(factors[name], scale) for factors, scale in adapters if name in factors]
+            changes = [(of[name], scale_of(scale, name)) for of, scale in adapters if name in of]
             for region in self._regions.get(name, ()):
                 _write(region, changes)
         self._changed = needed
@@ -128,47 +114,81 @@ def copied_bytes(weights: Weights, layers: Iterable[Layer]) -> int:
     return sum(tensors.values())
 
 
-def _write(region: _Region, changes: Sequence[tuple[Factors, float]]) -> None:
+def _write(region: _Region, changes: Sequence[tuple[Change, float]]) -> None:
     weight = region.weight
     if not changes:
         weight.copy_(region.base, non_blocking=True)
         return
+    base = region.base if region.original is None else region.original
+    base = base.to(weight.device, non_blocking=True)
+    own = _restored(base, region) if any(change.depends_on_weight for change, _ in changes) else None
     delta: torch.Tensor | None = None
-    for factors, scale in changes:
-        down, up = _in_layout(factors, region)
-        product, alpha = torch.matmul(up, down), factors.scale * scale
+    for change, scale in changes:
+        if change.is_low_rank:
+            down, up = _kernel_in_layout(change.parts["down"], region), _rows_in_layout(change.parts["up"], region)
+            product, alpha = torch.matmul(up, down), change.scale * scale
+        else:
+            product, alpha = _in_layout(difference(change, scale, own), region), 1.0
         delta = product.mul_(alpha) if delta is None else delta.add_(product, alpha=alpha)
     assert delta is not None
     if region.original is not None:
         assert region.scale is not None
-        weight.copy_(quantize(region.original.float() + delta, region.scale))
+        weight.copy_(quantize(base.float() + delta, region.scale))
     else:
-        torch.add(region.base.to(weight.device, non_blocking=True), delta, out=weight)
+        torch.add(base, delta, out=weight)
 
 
-def _in_layout(factors: Factors, region: _Region) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return factors (down, up) whose product has the shape and the order of `region.weight`.
-
-    All layouts transform a convolution's rows and columns only, and so only `down`.
-    """
-    down, up, name = factors.down, factors.up, region.layer.tensor
-    if name.endswith(".interleaved.weight"):
-        return down, up.reshape(2, -1, up.shape[1]).transpose(0, 1).flatten(0, 1)
+def _kernel_in_layout(down: torch.Tensor, region: _Region) -> torch.Tensor:
+    """Return rows [rows, in, ...] in the layout of `region.weight`, but for the order of its rows."""
     if region.tensor.ndim == 3:
-        return winograd_weight(down), up
-    rank = down.shape[0]
-    if name.endswith(".phases.weight"):
-        down = phase_weights(down)  # [4 rank, in, 2, 2]
+        return winograd_weight(down)
+    rows = down.shape[0]
+    if region.layer.tensor.endswith(".phases.weight"):
+        down = phase_weights(down)  # [4 rows, in, 2, 2]
     if down.ndim == 4 and _is_channels_last(region.tensor):
         down = down.permute(0, 2, 3, 1)
-    down = down.flatten(1)
-    return (down.view(4, rank, -1) if name.endswith(".phases.weight") else down), up
+    down = down.flatten(1) if down.ndim > 1 else down[:, None]
+    return down.view(4, rows, -1) if region.layer.tensor.endswith(".phases.weight") else down
+
+
+def _rows_in_layout(rows: torch.Tensor, region: _Region) -> torch.Tensor:
+    """Return outputs [out, ...] in the order of the rows of `region.weight`."""
+    if _is_interleaved(region):
+        return rows.reshape(2, -1, *rows.shape[1:]).transpose(0, 1).flatten(0, 1)
+    return rows
+
+
+def _in_layout(delta: torch.Tensor, region: _Region) -> torch.Tensor:
+    """Return a difference in the layout of the checkpoint, [out, in, ...] or [out], as that of `region.weight`."""
+    return _kernel_in_layout(_rows_in_layout(delta.view(region.layer.shape), region), region).expand_as(region.weight)
+
+
+def _restored(base: torch.Tensor, region: _Region) -> torch.Tensor:
+    """Invert `_in_layout`, in float32. Winograd's weights and phases are restored up to the rounding of their sums."""
+    shape, base = region.layer.shape, base.float()
+    if region.tensor.ndim == 3:
+        return restore_winograd(base)
+    if _is_interleaved(region):
+        return base.reshape(-1, 2, *base.shape[1:]).transpose(0, 1).reshape(shape)
+    side = 2 if region.layer.tensor.endswith(".phases.weight") else shape[-1]
+    if len(shape) == 4 and _is_channels_last(region.tensor):
+        base = base.view(-1, side, side, shape[1]).permute(0, 3, 1, 2)
+    elif len(shape) == 4:
+        base = base.reshape(-1, shape[1], side, side)
+    return restore_phases(base) if side == 2 and len(shape) == 4 else base.reshape(shape)
+
+
+def _is_interleaved(region: _Region) -> bool:
+    return ".interleaved." in region.layer.tensor
 
 
 def _part(tensor: torch.Tensor, layer: Layer) -> torch.Tensor:
-    """View a layer's part of its tensor as [out, in], or as [parts, out, in] of Winograd's weights and of phases."""
+    """View a layer's part of its tensor as [out, in], or as [parts, out, in] of Winograd's weights and of phases.
+
+    The numbers of a bias or of a norm are rows of length 1.
+    """
     stored = _physical(tensor)
-    if layer.tensor.endswith(".phases.weight"):
+    if ".phases." in layer.tensor:
         return stored.view(4, layer.shape[0], -1)
     if tensor.ndim == 3:
         return stored

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from model.adapters.layers import Layer
-from model.adapters.merge import AdapterFactors
+from model.adapters.changes import AdapterChanges, scale_of
+from model.adapters.layers import Layer, Scale
 from model.engines.signatures import LORA_DOWN, LORA_UP
 from model.pipeline.spec import UNET, UNET_TEXT
 
@@ -59,14 +59,14 @@ def can_pack(names: Collection[str], layers: Mapping[str, Layer]) -> bool:
 
 
 def pack(
-    packing: Packing, adapters: Sequence[tuple[AdapterFactors, float]], dtype: torch.dtype
+    packing: Packing, adapters: Sequence[tuple[AdapterChanges, Scale]], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
     """Return the inputs of a batch entry with these adapters and scales: `lora_down`, `lora_up`, each [1, width].
 
     The sum of their ranks must not exceed the packing's. Each factor pair is balanced to equal maxima before it is
     rounded, because small scales would otherwise leave `up` below the range of fp16.
     """
-    device = next(entry.up.device for factors, _ in adapters for entry in factors.values())
+    device = next(part.device for changes, _ in adapters for one in changes.values() for part in one.parts.values())
     downs = torch.zeros(1, packing.down_width, dtype=dtype, device=device)
     ups = torch.zeros(1, packing.up_width, dtype=dtype, device=device)
     for place in packing.layers:
@@ -74,17 +74,17 @@ def pack(
         down = downs[0, place.down : place.down + packing.rank * inner].view(packing.rank, inner)
         up = ups[0, place.up : place.up + packing.rank * out].view(packing.rank, out)
         row = 0
-        for factors, scale in adapters:
-            entry = factors.get(place.layer.name)
-            if entry is None:
+        for changes, scale in adapters:
+            if (change := changes.get(place.layer.name)) is None:
                 continue
-            scaled = entry.up.T * (entry.scale * scale)  # [rank, out]
+            factor = change.scale * scale_of(scale, place.layer.name)
+            inner_part, scaled = change.parts["down"], change.parts["up"].T * factor  # [rank, in], [rank, out]
             if place.layer.tensor.endswith(".interleaved.weight"):
                 scaled = scaled.unflatten(1, (2, -1)).transpose(1, 2).flatten(1)  # type: ignore[no-untyped-call]
-            largest = entry.down.abs().amax().clamp(min=1e-30), scaled.abs().amax().clamp(min=1e-30)
+            largest = inner_part.abs().amax().clamp(min=1e-30), scaled.abs().amax().clamp(min=1e-30)
             balance = (largest[0] / largest[1]).sqrt()
             end = row + len(scaled)
-            down[row:end] = entry.down / balance
+            down[row:end] = inner_part / balance
             up[row:end] = scaled * balance
             row = end
     return {LORA_DOWN: downs, LORA_UP: ups}
@@ -94,7 +94,7 @@ def add_to_keys_values(
     keys_values: torch.Tensor,
     hidden: torch.Tensor,
     layers: Mapping[str, Layer],
-    adapters: Sequence[tuple[AdapterFactors, float]],
+    adapters: Sequence[tuple[AdapterChanges, Scale]],
 ) -> torch.Tensor:
     """Return keys and values [texts, tokens, width], changed by adapters. hidden: the text, [texts, tokens, width]."""
     changed = keys_values.float()
@@ -105,11 +105,11 @@ def add_to_keys_values(
     first, total = {}, 0
     for tensor in sorted(rows, key=lambda name: int(name.split(".")[1])):
         first[tensor], total = total, total + rows[tensor]
-    for factors, scale in adapters:
-        for name, entry in factors.items():
+    for changes, scale in adapters:
+        for name, change in changes.items():
             layer = layers[name]
             if layer.component == UNET_TEXT:
                 start = first[layer.tensor] + layer.start
-                product = (hidden.float() @ entry.down.T) @ entry.up.T
-                changed[..., start : start + layer.shape[0]] += product * (entry.scale * scale)
+                product = (hidden.float() @ change.parts["down"].T) @ change.parts["up"].T
+                changed[..., start : start + layer.shape[0]] += product * (change.scale * scale_of(scale, name))
     return changed.to(keys_values.dtype)

@@ -8,7 +8,8 @@ from itertools import accumulate
 
 import torch
 
-from model.adapters.merge import AdapterFactors
+from model.adapters.changes import AdapterChanges
+from model.adapters.layers import Scale
 from model.adapters.packing import add_to_keys_values, pack
 from model.cuda.streams import to_device
 from model.denoising.loop import Conditioning
@@ -29,9 +30,9 @@ from model.pipeline.spec import Denoiser
 
 
 def encode_prompt(
-    model: LoadedModel, request: PassPlan, denoiser: Denoiser, factors: Sequence[tuple[AdapterFactors, float]] = ()
+    model: LoadedModel, request: PassPlan, denoiser: Denoiser, changes: Sequence[tuple[AdapterChanges, Scale]] = ()
 ) -> CfgConditioning:
-    """Condition a UNet on a pass of a request, for all of its images and steps. `factors`: of its packed adapters.
+    """Condition a UNet on a pass of a request, for all of its images and steps. `changes`: of its packed adapters.
 
     Runs on the text stream; the current stream may read the result.
     """
@@ -43,7 +44,7 @@ def encode_prompt(
         if plan.guided and plan.step_plan.zero_negative:
             hidden, chunks = torch.cat([hidden, torch.zeros_like(hidden[:1])]), [*chunks, 1]
             pooled = None if pooled is None else torch.cat([pooled, torch.zeros_like(pooled)])
-        cond, *uncond = _conditionings(model, denoiser, plan, hidden, pooled, chunks, factors)
+        cond, *uncond = _conditionings(model, denoiser, plan, hidden, pooled, chunks, changes)
     conditionings = [cond, *uncond]
     model.text_stream.release_to_current(tensor for text in conditionings for tensor in text.inputs.values())
     return cond, uncond[0] if uncond else None
@@ -97,21 +98,21 @@ def _conditionings(
     hidden: torch.Tensor,
     pooled: torch.Tensor | None,
     chunks: Sequence[int],
-    factors: Sequence[tuple[AdapterFactors, float]],
+    changes: Sequence[tuple[AdapterChanges, Scale]],
 ) -> Sequence[Conditioning]:
     """Return the conditioning of each text, from hidden [chunks, tokens, width] and pooled [texts, width].
 
     `chunks`: the number of chunks of each text. Without pooled text the embeddings of time are those of every text.
-    `factors`: of adapters that the UNet takes as inputs, with their scales.
+    `changes`: of adapters that the UNet takes as inputs, with their scales.
     """
     text, time = model.engines[denoiser.text], model.engines[denoiser.time]
     dtype = DTYPES[text.signature.inputs[0].dtype]
     keys_values = text.run({"encoder_hidden_states": hidden.to(dtype)})[KEYS_VALUES]
     packed: dict[str, torch.Tensor] = {}
-    if factors:
+    if changes:
         assert model.adapters is not None and model.adapters.packing is not None
-        keys_values = add_to_keys_values(keys_values, hidden, model.adapters.layers, factors)
-        packed = pack(model.adapters.packing, factors, dtype)
+        keys_values = add_to_keys_values(keys_values, hidden, model.adapters.layers, changes)
+        packed = pack(model.adapters.packing, changes, dtype)
     steps = plan.step_plan.steps
     shared = {"timestep": to_device(torch.tensor(plan.step_plan.schedule.timesteps, dtype=torch.float32), model.device)}
     times = [shared]  # the inputs of time networks for each text; one of them if they do not depend on the text

@@ -11,7 +11,8 @@ from typing import Protocol
 
 import torch
 
-from model.adapters.merge import AdapterFactors
+from model.adapters.changes import AdapterChanges
+from model.adapters.layers import Scale
 from model.denoising.loop import Conditioning, ImageState
 from model.engines.signatures import IMAGE_KEYS, IMAGE_VALUES, KEYS_VALUES
 from model.images.encode import to_levels
@@ -59,15 +60,15 @@ class EncodePrompt:
         denoiser = model.family.denoiser(self.part)
         if denoiser is None or (denoise_plan := plan.denoise.get(denoiser.unet)) is None:
             return
-        factors: list[tuple[AdapterFactors, float]] = []
+        changes: list[tuple[AdapterChanges, Scale]] = []
         if denoise_plan.packed:
             assert model.adapters is not None
             # Kept for later passes, because the library may evict them once the request has begun.
-            read = partial(model.adapters.factors, denoise_plan.packed)
-            factors = encoded.get("factors", image.index, read, again=not plan.is_last)
+            read = partial(model.adapters.changes, denoise_plan.packed)
+            changes = encoded.get("changes", image.index, read, again=not plan.is_last)
 
         def encode() -> tuple[CfgConditioning, torch.Tensor | None]:
-            conditionings = encode_prompt(model, plan, denoiser, factors)
+            conditionings = encode_prompt(model, plan, denoiser, changes)
             return conditionings, _are_finite(conditionings)
 
         (cond, uncond), finite = encoded.get((image.pass_index, denoiser.unet), image.index, encode)

@@ -39,6 +39,22 @@ def phase_weights(weight: Tensor) -> Tensor:
     return torch.cat(phases).to(weight.dtype)
 
 
+def restore_phases(weight: Tensor) -> Tensor:
+    """Invert `phase_weights` up to rounding: [4 out, in, 2, 2] -> [out, in, 3, 3].
+
+    Each tap but the middle ones is one tap of a phase. The middle one of a row or a column is a difference.
+    """
+    even, odd_columns, odd_rows, odd = weight.chunk(4)
+
+    def row(left: Tensor, right: Tensor) -> Tensor:
+        return torch.stack([left[..., 0], left[..., 1] - right[..., 1], right[..., 1]], -1)
+
+    first = row(even[..., 0, :], odd_columns[..., 0, :])
+    last = row(odd_rows[..., 1, :], odd[..., 1, :])
+    first_two = row(odd_rows[..., 0, :], odd[..., 0, :])
+    return torch.stack([first, first_two - first, last], -2)
+
+
 def _phase_taps(first: Tensor, second: Tensor, third: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Return the two taps of the even phase and the two of the odd phase."""
     return (first, second + third), (first + second, third)

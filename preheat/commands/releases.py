@@ -230,9 +230,12 @@ def _read_each(read: Callable[[str], Entry], names: list[str], is_requested: boo
 
 def _describe_adapter(record: AdapterRecord) -> str:
     """Return "700 layers of rank 16, 90.1 MiB, signed by 1a2b3c4d"."""
-    ranks = sorted({layer.rank for layer in record.layers.values()})
-    shown = f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
-    return f"{len(record.layers)} layers of rank {shown}, {record.total_bytes / 2**20:.1f} MiB, {_signer(record)}"
+    ranks = sorted({layer.rank for layer in record.layers.values() if layer.rank is not None})
+    shown = f" of rank {ranks[0]}{f' to {ranks[-1]}' if len(ranks) > 1 else ''}" if ranks else ""
+    merged = sum(layer.rank is None for layer in record.layers.values())
+    merged_only = f" ({merged} only to merge)" if merged else ""
+    size = f"{record.total_bytes / 2**20:.1f} MiB"
+    return f"{len(record.layers)} layers{shown}{merged_only}, {size}, {_signer(record)}"
 
 
 def _precisions(manifest: Manifest) -> str:

@@ -25,8 +25,11 @@ PACKABLE = re.compile(r"unet\..*(attn[12]\.to_(q|k|v|out\.0)|ff\.net\.(0\.proj|2
 CONVOLUTIONS = re.compile(r"unet\..*(resnets.*conv\w*|samplers\.0\.conv|time_emb_proj)|unet\.conv_(in|out)")
 
 
-def module_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the weight shapes of all linears and convolutions of a diffusers folder, by component and module."""
+def module_shapes(folder: Path, vectors: bool = False) -> dict[str, tuple[int, ...]]:
+    """Return the weight shapes of all linears and convolutions of a diffusers folder, by component and module.
+
+    vectors: also the shapes of biases and of norms' weights, by the name of the tensor.
+    """
     from diffusers import UNet2DConditionModel
     from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
@@ -40,9 +43,13 @@ def module_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         if not (folder / component).is_dir():
             continue
         for name, module in kind.from_pretrained(folder / component).named_modules():
-            if isinstance(module, torch.nn.Linear | torch.nn.Conv2d):
-                prefix = "text_model." if name.startswith("encoder.") else ""
-                shapes[f"{component}.{prefix}{name}"] = tuple(module.weight.shape)
+            prefix = "text_model." if name.startswith(("encoder.", "final_layer_norm")) else ""
+            if isinstance(module, torch.nn.Embedding):
+                continue
+            for kind, parameter in module.named_parameters(recurse=False):
+                if parameter.ndim > 1 or vectors:
+                    end = "" if parameter.ndim > 1 else f".{kind}"
+                    shapes[f"{component}.{prefix}{name}{end}"] = tuple(parameter.shape)
     return shapes
 
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from engine_builder.adapters.add import release_layers
-from engine_builder.adapters.read import open_adapter, read_factors
+from engine_builder.adapters.read import open_adapter, read_changes
 from engine_builder.stores.store import WritableStore
 from tests.support.repository import MODEL_FOLDER
 from training.autoencoder import render_images
@@ -34,7 +34,7 @@ def test_writes_an_adapter_of_the_model(store: WritableStore, release: str, tmp_
     assert all(bool(layer.up.any()) for layer in layers.values())
     write(layers, tmp_path / "pink.safetensors")
     known = release_layers(store, store.read_release(release))
-    factors = read_factors(open_adapter(tmp_path / "pink.safetensors"), known)
+    factors = read_changes(open_adapter(tmp_path / "pink.safetensors"), known)
     assert {name.removeprefix("unet.") for name in factors} == layers.keys()
-    assert {len(entry.down) for entry in factors.values()} == {2}
+    assert {len(entry.parts["down"]) for entry in factors.values()} == {2}
     assert all(tensor.dtype == torch.float16 for tensor in load_file(tmp_path / "pink.safetensors").values())

@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 from engine_builder.adapters.bad_adapter import FORMATS, BadAdapter
 from engine_builder.adapters.names import LayerNames
 from engine_builder.adapters.offline import read_merge
-from engine_builder.adapters.read import Factors, open_adapter, read_factors
+from engine_builder.adapters.read import open_adapter, read_changes
 from engine_builder.checkpoints.folder import Checkpoint
+from model.adapters.changes import Change
 from model.adapters.layers import Layer
 from preheat.commands.build_arguments import parse_plan
 from tests.support.adapters import CONVOLUTIONS, LINEARS, Delta, module_shapes, random_deltas, sgm_name
@@ -101,10 +102,12 @@ FORMS: dict[str, Rename] = {
 }
 
 
-def assert_equal(factors: dict[str, Factors], deltas: dict[str, Delta]) -> None:
+def assert_equal(factors: dict[str, Change], deltas: dict[str, Delta]) -> None:
     assert factors.keys() == deltas.keys()
     for name, (down, up, alpha) in deltas.items():
-        assert torch.equal(factors[name].down.flatten(1), down.flatten(1)) and torch.equal(factors[name].up, up)
+        assert torch.equal(factors[name].parts["down"].flatten(1), down.flatten(1)) and torch.equal(
+            factors[name].parts["up"], up
+        )
         assert factors[name].scale == alpha / len(down)
 
 
@@ -114,7 +117,7 @@ def test_reads_keys_of_each_program(
 ) -> None:
     for program, rename in FORMS.items():
         file = open_adapter(write(tmp_path / f"{program}.safetensors", deltas, rename, ends))
-        assert_equal(read_factors(file, layers), deltas)
+        assert_equal(read_changes(file, layers), deltas)
         assert file.warnings == (), program
 
 
@@ -128,10 +131,10 @@ def test_reads_lycoris_and_old_attention_processors(
         return name.replace("attn1.to_", "attn1.processor.to_").replace("to_out.0", "to_out")
 
     path = write(tmp_path / "a.safetensors", chosen, rename, ("_lora.down.weight", "_lora.up.weight"))
-    assert_equal(read_factors(open_adapter(path), layers), chosen)
+    assert_equal(read_changes(open_adapter(path), layers), chosen)
     unet = {name: delta for name, delta in deltas.items() if name.startswith("unet.")}
     path = write(tmp_path / "a.safetensors", unet, lambda name: prefixes("lycoris.", "", "")(name).replace(".", "_"))
-    assert_equal(read_factors(open_adapter(path), layers), unet)
+    assert_equal(read_changes(open_adapter(path), layers), unet)
 
 
 def test_upsampler_of_a_block_without_attention() -> None:
@@ -140,7 +143,7 @@ def test_upsampler_of_a_block_without_attention() -> None:
     names = LayerNames(Layer(f"unet.{module}", (8, 8, 3, 3), "unet", module) for module in modules)
     for key in ("output_blocks.2.1.conv", "output_blocks.2.2.conv", "output_blocks_2_1_conv"):
         found = names.find(f"lora_unet_{key}")
-        assert found is not None and found.layer == "unet.up_blocks.0.upsamplers.0.conv", key
+        assert found is not None and found.module == "unet.up_blocks.0.upsamplers.0.conv", key
 
 
 def test_reads_files_of_reports(layers: dict[str, Layer]) -> None:
@@ -148,7 +151,7 @@ def test_reads_files_of_reports(layers: dict[str, Layer]) -> None:
         *(("comfy", 6, 0.5), ("integer-alpha", 4, 0.5), ("lycoris", 4, 0.5)),
         *(("onetrainer", 6, 0.5), ("diffusers", 4, 1)),
     ):
-        factors = read_factors(open_adapter(CASES / f"lora-{case}.safetensors"), layers)
+        factors = read_changes(open_adapter(CASES / f"lora-{case}.safetensors"), layers)
         assert len(factors) == count and {entry.scale for entry in factors.values()} == {scale}, case
 
 
@@ -160,7 +163,7 @@ def test_reads_alpha_of_every_type(written: Path, layers: dict[str, Layer]) -> N
         save_file(
             {key: alpha.clone() if key.endswith(".alpha") else tensor for key, tensor in tensors.items()}, written
         )
-        assert {entry.scale for entry in read_factors(open_adapter(written), layers).values()} == {0.5}, name
+        assert {entry.scale for entry in read_changes(open_adapter(written), layers).values()} == {0.5}, name
 
 
 def test_refuses_alpha(written: Path, layers: dict[str, Layer]) -> None:
@@ -174,7 +177,7 @@ def test_refuses_alpha(written: Path, layers: dict[str, Layer]) -> None:
     ):
         save_file(tensors | {f"{ATTENTION}.alpha": alpha}, written)
         with pytest.raises(BadAdapter, match=message):
-            read_factors(open_adapter(written), layers)
+            read_changes(open_adapter(written), layers)
 
 
 def write_folder(folder: Path, *names: str) -> Path:
@@ -188,7 +191,7 @@ def write_folder(folder: Path, *names: str) -> Path:
 def test_reads_the_file_of_a_folder(layers: dict[str, Layer], tmp_path: Path) -> None:
     for stems in (("pytorch_lora_weights", "b"), ("adapter_model", "b"), ("any",), ("any", ".hidden")):
         folder = write_folder(tmp_path / "-".join(stems), *(f"{stem}.safetensors" for stem in stems))
-        assert len(read_factors(open_adapter(folder), layers)) == 4, stems
+        assert len(read_changes(open_adapter(folder), layers)) == 4, stems
 
 
 def test_refuses_folders(tmp_path: Path) -> None:
@@ -218,10 +221,10 @@ WRONG_KEYS = {
     "lora_transformer_transformer_blocks_0_attn_to_q.lora_down.weight": "no layer for .* is for another model",
     "lora_te3_encoder_block_0_layer_0_SelfAttention_k.lora_down.weight": "no layer for .* is for another model",
     "input_blocks.99.1.proj_in.lora_down.weight": "no layer for .* is for another model",
-    "diffusion_model.input_blocks.3.1.proj_in.diff_b": "shows full weight differences",
-    "unet.conv_in.lora_B.bias": "shows a LoRA with biases",
-    "conditioner.embedders.0.weight": "is not the name of a LoRA's tensor",
-    "bundle_embeddings": "is not the name of a LoRA's tensor",
+    "diffusion_model.input_blocks.3.1.proj_in.diff_b": "difference of its bias, and this model's layer has none",
+    "unet.conv_in.lora_B.bias": "conv_in has a bias of a LoRA, and no LoRA",
+    "conditioner.embedders.0.weight": "key format of 'conditioner.* is unknown",
+    "bundle_embeddings": "key format of 'bundle_embeddings' is unknown",
 }
 
 
@@ -229,7 +232,7 @@ def test_names_what_is_wrong_with_a_key(layers: dict[str, Layer], tmp_path: Path
     for key, message in WRONG_KEYS.items():
         save_file({key: torch.zeros(4, 4)}, tmp_path / "a.safetensors")
         with pytest.raises(BadAdapter, match=message):
-            read_factors(open_adapter(tmp_path / "a.safetensors"), layers)
+            read_changes(open_adapter(tmp_path / "a.safetensors"), layers)
 
 
 def test_refuses_two_spellings_of_a_layer(written: Path, layers: dict[str, Layer]) -> None:
@@ -237,7 +240,7 @@ def test_refuses_two_spellings_of_a_layer(written: Path, layers: dict[str, Layer
     for stem in (ATTENTION.replace(".", "_"), f"lora_{ATTENTION}", ATTENTION.removeprefix("unet.")):
         save_file(tensors | {f"{stem}.lora_A.weight": torch.zeros(4, 96)}, written)
         with pytest.raises(BadAdapter, match=f"{ATTENTION} has two tensors 'down'"):
-            read_factors(open_adapter(written), layers)
+            read_changes(open_adapter(written), layers)
 
 
 def test_leaves_out_bundled_embeddings(layers: dict[str, Layer], tmp_path: Path) -> None:
@@ -248,8 +251,8 @@ def test_leaves_out_bundled_embeddings(layers: dict[str, Layer], tmp_path: Path)
     more = {f"bundle_emb.{name}": torch.ones(1, 4, dtype=torch.bool) for name in others}
     save_file(tensors | more, tmp_path / "bundle.safetensors")
     file = open_adapter(tmp_path / "bundle.safetensors")
-    expected = read_factors(open_adapter(tmp_path / "plain.safetensors"), layers)
-    assert read_factors(file, layers).keys() == expected.keys()
+    expected = read_changes(open_adapter(tmp_path / "plain.safetensors"), layers)
+    assert read_changes(file, layers).keys() == expected.keys()
     [warning] = file.warnings
     assert "preheat add-embedding" in warning and "\x1b" not in warning
     assert all(name in warning for name in ("myface", "a.b", "web", "params"))
@@ -270,8 +273,8 @@ def test_peft_file_without_options_warns(written: Path, layers: dict[str, Layer]
     tensors = {key: tensor for key, tensor in load_file(written).items() if not key.endswith(".alpha")}
     save_file({f"base_model.model.{key}": tensor for key, tensor in tensors.items()}, written)
     file = open_adapter(written)
-    assert {entry.scale for entry in read_factors(file, layers).values()} == {1}
+    assert {entry.scale for entry in read_changes(file, layers).values()} == {1}
     assert "adapter_config.json, which PEFT writes next to it, is missing" in file.warnings[0]
     written.with_name("adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 8}))
     file = open_adapter(written)
-    assert {entry.scale for entry in read_factors(file, layers).values()} == {2} and file.warnings == ()
+    assert {entry.scale for entry in read_changes(file, layers).values()} == {2} and file.warnings == ()

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from diffusers import StableDiffusionXLPipeline, UNet2DConditionModel
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 
 from engine_builder.adapters.bad_adapter import BadAdapter
 from engine_builder.adapters.options import NO_EFFECT, PEFT_OPTIONS, READ
-from engine_builder.adapters.read import AdapterFile, Factors, open_adapter, read_factors
+from engine_builder.adapters.read import AdapterFile, open_adapter, read_changes
+from model.adapters.changes import Change
 from model.adapters.layers import Layer
 from tests.support.adapters import LINEARS, Delta, module_shapes, random_deltas
 from tests.support.repository import MODEL_FOLDER
@@ -69,9 +70,9 @@ def write(path: Path, deltas: Mapping[str, Delta], options: Options) -> Path:
     return path
 
 
-def read(path: Path, layers: dict[str, Layer]) -> tuple[dict[str, Factors], AdapterFile]:
+def read(path: Path, layers: dict[str, Layer]) -> tuple[dict[str, Change], AdapterFile]:
     file = open_adapter(path)
-    return read_factors(file, layers), file
+    return read_changes(file, layers), file
 
 
 def diffusers_scales(pipeline: StableDiffusionXLPipeline, path: Path) -> dict[str, float]:
@@ -164,11 +165,13 @@ def test_scales_of_a_folder_are_those_of_peft(
     assert factors.keys() == expected.keys()
     for name, entry in factors.items():
         change = expected[name].get_delta_weight("default")
-        torch.testing.assert_close((entry.scale * (entry.up @ entry.down.flatten(1))).view_as(change), change)
+        torch.testing.assert_close(
+            (entry.scale * (entry.parts["up"] @ entry.parts["down"].flatten(1))).view_as(change), change
+        )
 
 
 def test_every_option_of_peft_is_known() -> None:
-    fields = {field.name for field in dataclasses.fields(LoraConfig)}
+    fields = {field.name for kind in (LoraConfig, LoHaConfig, LoKrConfig) for field in dataclasses.fields(kind)}
     assert fields <= PEFT_OPTIONS.keys(), "decide whether the new options of PEFT change an adapter"
 
 
@@ -188,13 +191,14 @@ def test_refuses_option(place: str, deltas: dict[str, Delta], tmp_path: Path) ->
                 load_file(write(path / "adapter_model.safetensors", deltas, {})), path / "adapter_model.safetensors"
             )
             (path / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 4, option: value}))
-        with pytest.raises(BadAdapter, match=f"is not a plain LoRA: PEFT's option {option} states"):
+        with pytest.raises(BadAdapter, match=f"is no adapter that can be used: PEFT's option {option} states"):
             open_adapter(path)
 
 
 REFUSED: list[tuple[Options, str]] = [
     ({"init_lora_weights": "pissa"}, "option init_lora_weights states a change of the model's own weights .pissa."),
-    ({"peft_type": "LOKR"}, "option peft_type states LOKR"),
+    ({"peft_type": "VERA"}, "option peft_type states VERA"),
+    ({"use_dora": True}, "to_q has no magnitude, and PEFT's option use_dora is true"),
     ({"use_future": True}, "option use_future states something unknown"),
     ({"r": 8}, "has rank 4, and PEFT's options state 8"),
     ({"rank_pattern": {"to_q": 3}}, "to_q has rank 4, and PEFT's options state 3"),

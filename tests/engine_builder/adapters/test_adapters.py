@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from engine_builder.adapters.add import add_adapter, release_layers
 from engine_builder.adapters.bad_adapter import BadAdapter
 from engine_builder.adapters.names import LayerNames
-from engine_builder.adapters.read import open_adapter, read_factors
+from engine_builder.adapters.read import open_adapter, read_changes
 from engine_builder.releases.gc import named_blobs
 from engine_builder.releases.mirror import copy_adapter
 from engine_builder.releases.signing import public_key, read_key, write_key
@@ -61,8 +61,8 @@ def file(shapes: Shapes, tmp_path: Path) -> Path:
     return write_adapter(tmp_path / "style.safetensors", random_deltas(shapes, LINEARS, 4, seed=1), "kohya")
 
 
-def test_release_has_the_layers_of_the_checkpoint(shapes: Shapes, layers: dict[str, Layer]) -> None:
-    assert {name: layer.shape for name, layer in layers.items()} == shapes
+def test_release_has_the_layers_of_the_checkpoint(layers: dict[str, Layer]) -> None:
+    assert {name: layer.shape for name, layer in layers.items()} == module_shapes(MODEL_FOLDER, vectors=True)
 
 
 def test_names_of_stability_ai_are_sdxls() -> None:
@@ -80,19 +80,23 @@ def test_names_of_stability_ai_are_sdxls() -> None:
         "time_embed_0": "time_embedding.linear_1",
         "label_emb_0_2": "add_embedding.linear_2",
         "out_2": "conv_out",
+        "out_0": "conv_norm_out",
+        "output_blocks_5_0_in_layers_0": "up_blocks.1.resnets.2.norm1",
     }
     known = [*modules.values(), "down_blocks.0.resnets.1.conv1"]
     names = LayerNames(Layer(f"unet.{module}", (8, 8), "unet", "x") for module in known)
     found = {key: names.find(f"lora_unet_{key}") for key in modules}
-    assert {key: name and name.layer for key, name in found.items()} == {k: f"unet.{m}" for k, m in modules.items()}
+    assert {key: name and name.module for key, name in found.items()} == {k: f"unet.{m}" for k, m in modules.items()}
 
 
 def test_doubles_are_read_as_floats(layers: dict[str, Layer], file: Path) -> None:
-    expected = read_factors(open_adapter(file), layers)
+    expected = read_changes(open_adapter(file), layers)
     save_file({key: tensor.double() for key, tensor in load_file(file).items()}, file)
-    for name, factors in read_factors(open_adapter(file), layers).items():
-        assert factors.down.dtype == factors.up.dtype == torch.float32
-        assert torch.equal(factors.down, expected[name].down) and factors.scale == expected[name].scale
+    for name, factors in read_changes(open_adapter(file), layers).items():
+        assert factors.parts["down"].dtype == factors.parts["up"].dtype == torch.float32
+        assert (
+            torch.equal(factors.parts["down"], expected[name].parts["down"]) and factors.scale == expected[name].scale
+        )
 
 
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -101,10 +105,10 @@ REFUSED: dict[str, tuple[str, Change | None, str]] = {
     "no up": (".lora_up.weight", None, "has no 'up' tensor"),
     "no down": (".lora_down.weight", None, "has no 'down' tensor"),
     "nothing": ("", None, "has no tensors"),
-    "another width": (".lora_down.weight", lambda t: t[:, :-1], "the layer's weight is .* another model"),
-    "another height": (".lora_up.weight", lambda t: torch.cat([t, t]), "the layer's weight is .* another model"),
-    "large rank": (".lora_down.weight", lambda t: t.repeat(64, 1), "has rank 256, expected 1 to 128"),
-    "rank 0": (".lora_down.weight", lambda t: t[:0], "has rank 0, expected 1 to 128"),
+    "another width": (".lora_down.weight", lambda t: t[:, :-1], "the layer's tensor is .* another model"),
+    "another height": (".lora_up.weight", lambda t: torch.cat([t, t]), "the layer's tensor is .* another model"),
+    "large rank": (".lora_down.weight", lambda t: t.repeat(512, 1), "has rank 2048, expected 1 to 1024"),
+    "rank 0": (".lora_down.weight", lambda t: t[:0], "has rank 0, expected 1 to 1024"),
     "NaN": (".lora_up.weight", lambda t: t * torch.nan, "'up' tensor has NaN or infinite"),
     "infinity": (".lora_down.weight", lambda t: t / 0, "'down' tensor has NaN or infinite"),
     "alpha NaN": (".alpha", lambda t: t * torch.nan, "invalid alpha"),
@@ -113,14 +117,19 @@ REFUSED: dict[str, tuple[str, Change | None, str]] = {
     "integers": (".lora_up.weight", lambda t: t.to(torch.int8), "is I8, expected F16, BF16, F32 or F64"),
 }
 REFUSED_KEYS = {
-    "lora_unet_conv_in.dora_scale": "shows DoRA, which is not supported",
-    "lora_unet_conv_in.hada_w1_a": "shows LoHa, which is not supported",
-    "lora_unet_conv_in.lokr_w1": "shows LoKr, which is not supported",
-    "lora_unet_conv_in.lora_mid.weight": "shows LoCon with a Tucker",
-    "lora_unet_conv_in.diff": "shows full weight differences",
+    "lora_unet_conv_in.dora_scale": "conv_in has tensors that no algorithm has together: dora_scale",
+    "lora_unet_conv_in.hada_w1_a": "conv_in has no 'hada_w1_b' tensor",
+    "lora_unet_conv_in.lokr_w1": "conv_in has no 'lokr_w2' tensor",
+    "lora_unet_conv_in.lora_mid.weight": "conv_in has tensors that no algorithm has together: mid",
+    "lora_unet_conv_in.oft_blocks": "shows OFT, which is not supported",
+    "lora_unet_conv_in.ia3_l": "shows PEFT's IA3, which is not supported",
+    "lora_unet_conv_in.diff": "full differences tensors of the shapes diff .* another model",
+    "lora_unet_conv_in.w_norm": "has a difference of its weight, and this model's layer has none",
+    "lora_unet_conv_norm_out.lora_up.weight": "conv_norm_out is a norm, and has tensors of a linear: up",
+    "lora_unet_conv_norm_out.b_norm": "difference of its bias of the shape .* another model",
     "lora_unet_input_blocks_99_1_proj_in.lora_down.weight": "has no layer for .* another model",
     "unet.nothing.lora_A.weight": "has no layer for .* another model",
-    "__class__": "not the name of a LoRA's tensor",
+    "__class__": "the key format of '__class__' is unknown",
 }
 
 
@@ -150,9 +159,10 @@ def test_refuses_what_is_not_safetensors(writable: WritableStore, tmp_path: Path
             add_adapter(writable, "style", path)
     with pytest.raises(BadAdapter, match="cannot be read: No such file"):
         add_adapter(writable, "style", tmp_path / "missing.safetensors")
-    with pytest.raises(BadAdapter, match="DoRA"):
+    with pytest.raises(BadAdapter, match="conv_in has no magnitude, and PEFT's option use_dora is true"):
         (tmp_path / "adapter_config.json").write_text('{"use_dora": true}')
-        save_file({"conv_in.lora_A.weight": torch.zeros(1, 4, 3, 3)}, tmp_path / "adapter_model.safetensors")
+        factors = {"conv_in.lora_A.weight": torch.zeros(1, 4, 3, 3), "conv_in.lora_B.weight": torch.zeros(64, 1, 1, 1)}
+        save_file(factors, tmp_path / "adapter_model.safetensors")
         add_adapter(writable, "style", tmp_path)
 
 
@@ -247,6 +257,8 @@ def test_record_is_signed(writable: WritableStore, file: Path, tmp_path: Path) -
     with pytest.raises(UntrustedRelease, match="Adapter style is not signed"):
         check_signature(record.model_copy(update={"signature": None}), [public])
     name, layer = next(iter(record.layers.items()))
+    signed = json.loads(record.signed_bytes().partition(b"{")[2].join([b"{", b""]))
+    assert signed["layers"][name].keys() == {"rank", "scale", "shape"}, "signatures of earlier versions must hold"
     changed = record.layers | {name: layer.model_copy(update={"scale": 2.0})}
     with pytest.raises(UntrustedRelease, match="signature of adapter style does not match this record"):
         check_signature(record.model_copy(update={"layers": changed}), [public])
@@ -286,13 +298,20 @@ def test_unreadable_release_blocks_no_adapter(
 
 def test_refuses_damaged_record(writable: WritableStore, file: Path) -> None:
     record, _, _ = add_adapter(writable, "style", file)
-    layer = {"rank": 4, "scale": 1.0, "shape": [4, 4]}
+    layer: dict[str, object] = {"rank": 4, "scale": 1.0, "shape": [4, 4]}
+    full: dict[str, object] = {"form": "matrix", "parts": {"full": [4, 4]}, "scale": 1.0, "shape": [4, 4]}
     cases: list[tuple[dict[str, object], str]] = [
         ({"name": "other"}, "is that of other"),
         ({"extra": 1}, "damaged at extra"),
-        ({"schema_version": 2}, "damaged at schema_version"),
+        ({"schema_version": 3}, "damaged at schema_version"),
         ({"layers": {}}, "damaged at layers"),
-        ({"layers": {"unet.x": layer | {"rank": 1000}}}, "damaged at layers.unet.x.rank"),
+        ({"layers": {"unet.x": layer | {"rank": 2000}}}, "damaged at layers.unet.x.rank"),
+        ({"layers": {"unet.x": layer | {"rank": None}}}, "damaged at layers.unet.x"),
+        ({"layers": {"unet.x": layer | {"form": "gain"}}}, "damaged at layers.unet.x"),
+        ({"layers": {"unet.x": {**full, "rank": 4}}}, "damaged at layers.unet.x"),
+        ({"layers": {"unet.x": full | {"parts": {"full": [4, 5]}}}}, "damaged at layers.unet.x"),
+        ({"layers": {"unet.x": full | {"parts": {"down": [2, 4], "up": [4, 2]}}}}, "damaged at layers.unet.x"),
+        ({"layers": {"unet.x": full | {"form": "hadamard"}}}, "damaged at layers.unet.x"),
         ({"layers": {"../x": layer}}, "damaged at layers"),
     ]
     for change, message in cases:

@@ -15,7 +15,7 @@ from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan
 from engine_builder.releases.publish import publish
 from engine_builder.stores.store import WritableStore
-from model.adapters.merge import Factors
+from model.adapters.changes import Change
 from model.adapters.packing import make_packing, pack
 from model.cold_start import ColdStart
 from model.deployment import ServedAdapters
@@ -185,7 +185,7 @@ def test_packed_factors_keep_small_scales() -> None:
     layers = find_layers({"unet": {"mid_block.attentions.0.proj_in.weight": (32, 16)}})
     down, up = torch.randn(2, 16), 1e-6 * torch.randn(32, 2)
     packing = make_packing(layers, 4)
-    factors = {"unet.mid_block.attentions.0.proj_in": Factors(down, up, 0.1)}
+    factors = {"unet.mid_block.attentions.0.proj_in": Change("matrix", {"down": down, "up": up}, 0.1)}
     packed = pack(packing, [(factors, 0.5)], torch.float16)
     product = packed["lora_up"].view(4, 32).float().T @ packed["lora_down"].view(4, 16).float()
     torch.testing.assert_close(product, 0.05 * up @ down, rtol=0.01, atol=1e-10)

@@ -13,8 +13,9 @@ from engine_builder.kernels.fp8_conv import can_quantize_conv, quantize_conv
 from engine_builder.kernels.fp8_linear import quantize_linear
 from engine_builder.networks.network import public_name
 from engine_builder.networks.unet import StepUnet, UnetTextNetwork, UnetTimeNetwork
+from model.adapters.changes import Change
 from model.adapters.layers import find_layers
-from model.adapters.merge import AdaptableWeights, Factors
+from model.adapters.merge import AdaptableWeights
 from model.weights.fp8 import quantize
 from model.weights.layout import from_stored, to_stored
 from tests.support.adapters import Delta
@@ -69,8 +70,11 @@ def deltas_of(unet: UNet2DConditionModel, rank: int, seed: int) -> dict[str, Del
     return deltas
 
 
-def factors_of(deltas: Mapping[str, Delta]) -> dict[str, Factors]:
-    return {name: Factors(down, up, alpha / len(down)) for name, (down, up, alpha) in deltas.items()}
+def factors_of(deltas: Mapping[str, Delta]) -> dict[str, Change]:
+    return {
+        name: Change("matrix", {"down": down, "up": up}, alpha / len(down))
+        for name, (down, up, alpha) in deltas.items()
+    }
 
 
 def with_deltas(unet: UNet2DConditionModel, adapters: Sequence[tuple[Mapping[str, Delta], float]]) -> Any:
@@ -150,7 +154,7 @@ def test_quantizes_merged_weights_with_the_same_scale() -> None:
     layers = find_layers({"unet": {name: (256, 256)}})
     weights = AdaptableWeights({"unet": [tensors["unet"]]}, layers.values(), {"unet": {name: linear.weight.data}})
     down, up = torch.randn(1, 256), torch.randn(256, 1) * 5e-4
-    weights.merge([({"unet.mid_block.attentions.0.proj_in": Factors(down, up, 1.0)}, 1.0)])
+    weights.merge([({"unet.mid_block.attentions.0.proj_in": Change("matrix", {"down": down, "up": up}, 1.0)}, 1.0)])
     change = (quantized.weight.data.float() - before.float()) * quantized.weight_scale
     slope = (change * (up @ down)).sum() / (up @ down).square().sum()
     assert 0.9 < slope < 1.1
