@@ -160,7 +160,8 @@ def _rows_in_layout(rows: torch.Tensor, region: _Region) -> torch.Tensor:
 
 def _in_layout(delta: torch.Tensor, region: _Region) -> torch.Tensor:
     """Return a difference in the layout of the checkpoint, [out, in, ...] or [out], as that of `region.weight`."""
-    return _kernel_in_layout(_rows_in_layout(delta.view(region.layer.shape), region), region).expand_as(region.weight)
+    delta = _kernel_in_layout(_rows_in_layout(delta.view(region.layer.shape), region), region)
+    return delta.expand_as(region.weight).contiguous()  # the phases have equal biases
 
 
 def _restored(base: torch.Tensor, region: _Region) -> torch.Tensor:

@@ -84,6 +84,13 @@ class Reference:
             processor = CLIPImageProcessorPil(size=side, crop_size=side)
             self._encoder = {"image_encoder": encoder, "feature_extractor": processor}
 
+    @property
+    def networks(self) -> dict[str, torch.nn.Module]:
+        """The base model's networks that adapters change."""
+        names = ("unet", "text_encoder", "text_encoder_2")
+        components = self._base["text to image"].components
+        return {name: components[name] for name in names if components.get(name) is not None}
+
     def load_lora(self, name: str, path: Path) -> None:
         """Load an adapter of a file. Requests that name it use it; see `generate`."""
         # peft warns about each further adapter.

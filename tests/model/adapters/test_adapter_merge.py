@@ -2,6 +2,7 @@
 
 import copy
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from engine_builder.kernels.fp8_conv import can_quantize_conv, quantize_conv
 from engine_builder.kernels.fp8_linear import quantize_linear
 from engine_builder.networks.network import public_name
 from engine_builder.networks.unet import StepUnet, UnetTextNetwork, UnetTimeNetwork
-from model.adapters.changes import Change
+from model.adapters.changes import Change, difference
 from model.adapters.layers import find_layers
 from model.adapters.merge import AdaptableWeights
 from model.weights.fp8 import quantize
@@ -113,6 +114,65 @@ def test_merges_every_layer_of_a_unet(gpu_layout: bool) -> None:
     assert {name: t.data_ptr() for name, t in tensors["unet"].items()} == addresses
 
 
+def other_changes(unet: UNet2DConditionModel, seed: int) -> dict[str, Change]:
+    """Return a random change of each parameter, of the forms that are no LoRA in turn."""
+    generator, changes, counts = torch.Generator().manual_seed(seed), {}, Counter[int]()
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) / 10
+
+    for name, parameter in unet.named_parameters():
+        shape = tuple(parameter.shape)
+        if len(shape) == 1:
+            changes[f"unet.{name}"] = Change("matrix", {"full": random(*shape)}, 0.5)
+            continue
+        magnitude = parameter.detach().flatten(1).norm(dim=1, keepdim=True) * (1 + random(shape[0], 1))
+        low_rank = {"down": random(3, *shape[1:]), "up": random(shape[0], 3)}
+        hadamard = {f"{index}.{role}": part for index in (1, 2) for role, part in low_rank.items()}
+        sides = [2 if side % 2 == 0 else 1 for side in shape[:2]]
+        inner = random(*(side // outer for side, outer in zip(shape[:2], sides, strict=True)), *shape[2:])
+        forms = (
+            ("matrix", {"full": random(*shape)}),
+            ("matrix", low_rank | {"magnitude": magnitude}),
+            ("matrix", low_rank | {"magnitude": 1 + random(1, shape[1])}),
+            ("hadamard", hadamard),
+            ("kronecker", {"1.full": random(*sides), "2.full": inner}),
+            ("kronecker", {"1.full": random(*sides), "2.full": inner, "magnitude": magnitude}),
+            ("gain", {"gain": random(shape[0], 1)}),
+            ("gain", {"gain": random(1, shape[1])}),
+        )
+        form, parts = forms[counts[len(shape)] % len(forms)]
+        counts[len(shape)] += 1
+        changes[f"unet.{name.removesuffix('.weight')}"] = Change(form, parts, 0.7)
+    return changes
+
+
+@pytest.mark.parametrize("gpu_layout", [False, True])
+def test_merges_other_forms_into_every_tensor(gpu_layout: bool) -> None:
+    """The weights are those of a checkpoint to whose parameters the differences were added."""
+    unet = wide_unet()
+    tensors, merged = server_tensors(unet, gpu_layout), copy.deepcopy(unet)
+    kinds = set()
+    adapters = [(other_changes(unet, seed=seed), scale) for seed, scale in ((1, 0.5), (2, -1.0))]
+    with torch.no_grad():
+        for name, parameter in merged.named_parameters():
+            layer = f"unet.{name if parameter.ndim == 1 else name.removesuffix('.weight')}"
+            own = parameter.clone()
+            for changes, scale in adapters:
+                parameter += difference(changes[layer], scale, own).view(own.shape)
+                kinds.add((changes[layer].form, len(changes[layer].parts), parameter.ndim))
+    assert len(kinds) == 13
+    weights = adaptable(tensors)
+    weights.merge(adapters)
+    expected = server_tensors(merged, gpu_layout)
+    for component in NETWORKS:
+        for name, tensor in tensors[component].items():
+            torch.testing.assert_close(tensor, expected[component][name], rtol=1e-4, atol=1e-4, msg=name)
+    before = server_tensors(unet, gpu_layout)
+    weights.merge([])
+    assert all(torch.equal(t, before[c][n]) for c, by_name in tensors.items() for n, t in by_name.items())
+
+
 def test_rounds_half_precision_once() -> None:
     unet = wide_unet().half()
     tensors, deltas = server_tensors(unet, gpu_layout=False), deltas_of(unet.float(), 4, seed=1)
@@ -158,6 +218,13 @@ def test_quantizes_merged_weights_with_the_same_scale() -> None:
     change = (quantized.weight.data.float() - before.float()) * quantized.weight_scale
     slope = (change * (up @ down)).sum() / (up @ down).square().sum()
     assert 0.9 < slope < 1.1
+    # DoRA changes the weights in 16 bits, not those that were rounded.
+    parts = {"down": down, "up": up, "magnitude": torch.rand(256, 1) + 0.5}
+    weights.merge([({"unet.mid_block.attentions.0.proj_in": Change("matrix", parts, 1.0)}, 1.0)])
+    moved = linear.weight.data.float() + up @ down
+    decomposed = moved * parts["magnitude"] / moved.norm(dim=1, keepdim=True)
+    expected = quantize(decomposed, quantized.weight_scale).float()
+    assert (quantized.weight.data.float() - expected).norm() / expected.norm() < 1e-3
     weights.merge([])
     assert torch.equal(quantized.weight.data.view(torch.uint8), before.view(torch.uint8))
 
