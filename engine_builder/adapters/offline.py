@@ -42,7 +42,7 @@ class OfflineMerge:
             if layer.component != subfolder:
                 continue
             tensor = network.get_parameter(layer.tensor)
-            own = tensor.float()
+            own = tensor.float().clone()
             for changes, scale in self.adapters:
                 if name in changes:
                     tensor.copy_(tensor.float() + difference(changes[name].in_float(), scale, own).view(own.shape))

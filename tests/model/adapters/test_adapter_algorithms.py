@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from engine_builder.adapters.add import add_adapter
+from engine_builder.adapters.offline import read_merge
+from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.cold_start import ColdStart
 from model.deployment import ServedAdapters
@@ -147,10 +149,23 @@ def test_three_algorithms_add_up(adapted: Loaded, reference: Reference, trained:
     assert np.array_equal(image(adapted), plain)
 
 
+def test_build_merges_every_algorithm(
+    reference: Reference, trained: Mapping[str, LycorisAdapter], tmp_path: Path
+) -> None:
+    """`preheat build --lora` changes the checkpoint's networks, with which diffusers makes the same image."""
+    loras = (("dokr", 1.0), ("loha-tucker", 0.6), ("full", 0.4), ("ia3", 0.5))
+    files = [(trained[name].write(tmp_path / f"{name}.safetensors"), scale) for name, scale in loras]
+    merge, merged = read_merge(Checkpoint(MODEL_FOLDER), files), Reference(MODEL_FOLDER)
+    for component, network in merged.networks.items():
+        merge.change(MODEL_FOLDER, component, network)
+    expected = library_image(reference, trained, *loras)
+    assert largest_difference(merged.generate(params()), expected) <= TOLERANCE
+
+
 def test_images_are_those_of_peft(adapted: Loaded, peft_reference: Reference) -> None:
     plain = image(adapted)
-    # PEFT's DoRA scales what earlier adapters of a layer added, so that its result depends on their order. The first one
-    # changes the model's own weight, as every one does here.
+    # PEFT's DoRA scales what earlier adapters of a layer added, so that its result depends on their order. The first
+    # one changes the model's own weight, as every one does here.
     sets = [[(name, 0.7)] for name in PEFT]
     sets += [[("peft-dora", 0.7), ("peft-rslora", 0.4), ("peft-with-bias", -0.5)]]
     for loras in sets:

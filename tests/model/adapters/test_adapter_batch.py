@@ -29,6 +29,7 @@ from tests.support.adapters import PACKABLE, module_shapes, random_deltas, write
 from tests.support.deployments import deployed
 from tests.support.images import largest_difference, pixels
 from tests.support.linear_networks import PLAIN
+from tests.support.lycoris_adapters import LycorisAdapter
 from tests.support.reference import Reference
 from tests.support.scheduling import served_together
 from tests.support.uncompiled import publish_uncompiled
@@ -104,6 +105,27 @@ def test_images_of_a_batch_are_those_of_diffusers(adapted: Loaded, reference: Re
         [[without]] = [generate(adapted.model, [replace(request, loras=())])[0]]
         assert largest_difference(image, without) > 5 * TOLERANCE
     assert adapted.model.active_adapters == ()
+
+
+def test_low_rank_algorithms_share_a_batch(lora_store: WritableStore, toy_folder: Path, tmp_path: Path) -> None:
+    """A LoCon and an rsLoRA of linears are inputs. A LoKr, a DoRA and a bias are merged."""
+    names = {"locon": True, "rslora": True, "lokr": False, "dora": False, "full": False}
+    reference = Reference(toy_folder)
+    adapters = {name: LycorisAdapter(reference.networks, PACKABLE, name, seed=3) for name in names}
+    for name, adapter in adapters.items():
+        add_adapter(lora_store, name, adapter.write(tmp_path / f"{name}.safetensors"))
+    deployment = deployed("toy-lora/1", adapters=ServedAdapters(tuple(names)))
+    loaded = load_release(lora_store, deployment, detect_targets(), ColdStart())
+    requests = [params((name, 1.0), seed=seed) for seed, name in enumerate(names)]
+    packed = [plan_request(loaded.model, request).adapters.packed != () for request in requests]
+    assert packed == list(names.values())
+    count = sum(names.values())
+    images = generate(loaded.model, requests[:count])[0]
+    images += [generate(loaded.model, [request])[0][0] for request in requests[count:]]
+    for request, image in zip(requests, images, strict=True):
+        [(name, scale)] = request.loras
+        with adapters[name].applied(scale):
+            assert largest_difference(image, reference.generate(replace(request, loras=()))) <= TOLERANCE, name
 
 
 def test_image_does_not_depend_on_the_batch(adapted: Loaded) -> None:
