@@ -13,14 +13,17 @@ from annotated_types import Interval, Len  # which build faster than Field
 from pydantic import (
     AfterValidator,
     AliasChoices,
+    BeforeValidator,
     ConfigDict,
     Field,
     ModelWrapValidatorHandler,
     ValidationError,
+    WithJsonSchema,
     model_validator,
 )
 from pydantic_core import InitErrorDetails
 
+from model.adapters.block_scales import check_scale
 from model.denoising.sampler_specs import SAMPLERS, SPECS, takers
 from model.validation import (
     LARGEST_SIDE,
@@ -182,12 +185,30 @@ class MaskRequest(RequestModel):
     )
 
 
+def _refuse_unknown_blocks(value: Any) -> Any:
+    try:
+        check_scale(value)
+    except ValueError as error:
+        raise refusal(str(error)) from error
+    return value
+
+
+_NUMBER = {"type": "number", "minimum": -MAX_LORA_SCALE, "maximum": MAX_LORA_SCALE}
+LoraScale = Annotated[
+    Any,
+    BeforeValidator(_refuse_unknown_blocks),
+    WithJsonSchema({"anyOf": [_NUMBER, {"type": "object"}, {"type": "null"}]}),
+]
+
+
 class LoraRequest(RequestModel):
-    """A LoRA adapter, and how strongly it changes the model."""
+    """An adapter, and how strongly it changes the model."""
 
     name: str = Field(min_length=1, max_length=128, description="One of the adapters that this deployment offers.")
-    scale: Annotated[float, Interval(ge=-MAX_LORA_SCALE, le=MAX_LORA_SCALE)] = Field(
-        1.0, description="Its weight, as `adapter_weights` in diffusers: -10 to 10. 0 leaves it out."
+    scale: LoraScale = Field(
+        1.0,
+        description="Its weight, as `adapter_weights` in diffusers: -10 to 10. 0 leaves it out. Or "
+        "[weights by block](loras.md#scales-by-block).",
     )
 
 

@@ -37,18 +37,19 @@ def add_adapter(
     release: str | None = None,
     key: Ed25519PrivateKey | None = None,
     warn: Callable[[str], None] = lambda _: None,
+    with_embeddings: bool = False,
 ) -> tuple[AdapterRecord, str, bool]:
     """Add the adapter of a file under `name`. Returns its record, a release that it fits, and False if it existed.
 
     release: the release that it must fit; None: any of the store's. key: signs the record.
-    warn: receives sentences about what of the file is left out.
+    warn: receives sentences about what of the file is left out. with_embeddings: its embeddings are added elsewhere.
 
     Raises BadAdapter, AdapterExists for another adapter of that name, ReleaseNotFound, or StoreError.
     """
     adapter_key(name)  # refuses an unsafe name before the file is read
     file = open_adapter(path)
     fitting, layers, changes = _match(store, file, release)
-    for warning in file.warnings:
+    for warning in (*file.warnings, *(() if with_embeddings else file.left_out)):
         warn(warning)
     record = AdapterRecord(
         name=name,

@@ -58,13 +58,13 @@ def _as_linear(matrix: torch.Tensor, shape: Shape) -> torch.Tensor:
 
 def _tucker(core: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the two factors of a Tucker decomposition. core: [rank, rank, ...]. down: [rank, in]. up: [rank, out]."""
-    return torch.einsum("ij...,jr->ir...", core.float(), down.float()), up.T
+    return torch.einsum("ij...,jr->ir...", core.float(), down.float()), up.transpose(0, 1)
 
 
 def _read_lora(tensors: Tensors, shape: Shape) -> tuple[dict[str, torch.Tensor], int]:
     down, up, rank = tensors["down"], tensors["up"], _rank(tensors["down"])
     if (core := tensors.get("mid")) is not None:
-        down, up = _tucker(core, down.flatten(1), up.flatten(1).T)
+        down, up = _tucker(core, down.flatten(1), up.flatten(1).transpose(0, 1))
     down, up = _factors(down, up, shape)
     return {"down": down, "up": up}, rank
 

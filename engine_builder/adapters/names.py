@@ -154,10 +154,10 @@ def split_key(key: str) -> tuple[str, str] | None:
     return None
 
 
-def embedding_name(key: str) -> str | None:
-    """Return the name of the embedding that OneTrainer or A1111's web UI bundled under this key; None for others."""
+def embedding_key(key: str) -> tuple[str, str] | None:
+    """Return the token and the tensor of an embedding that OneTrainer or A1111's web UI bundled; None for others."""
     match = _EMBEDDING.fullmatch(key)
-    return match[1] if match else None
+    return (match[1], match[2]) if match else None
 
 
 def _spellings(component: str, name: str) -> list[str]:

@@ -60,7 +60,7 @@ def read_merge(checkpoint: Checkpoint, adapters: Iterable[tuple[Path, float]]) -
         file = open_adapter(path)
         read.append((read_changes(file, layers), scale))
         sources.append(f"{sha256(file.data).hexdigest()}:{scale:g}")
-        warnings += file.warnings
+        warnings += file.warnings + file.left_out
     return OfflineMerge(checkpoint.root, layers, tuple(read), tuple(sources), tuple(warnings))
 
 

@@ -1,5 +1,6 @@
 """Read an adapter's file: changes by layer, checked. Nothing of it reaches a device before it is checked."""
 
+import hashlib
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -10,7 +11,7 @@ import torch
 
 from engine_builder.adapters.algorithms import OUTPUT_BIAS, VECTORS, check_finite, read_change
 from engine_builder.adapters.bad_adapter import FORMATS, BadAdapter
-from engine_builder.adapters.names import UNSUPPORTED, FoundName, LayerNames, embedding_name, split_key
+from engine_builder.adapters.names import UNSUPPORTED, FoundName, LayerNames, embedding_key, split_key
 from engine_builder.adapters.options import (
     Module,
     PeftOptions,
@@ -20,6 +21,7 @@ from engine_builder.adapters.options import (
     parse_options,
     stated_scales,
 )
+from engine_builder.embeddings.read import EmbeddingFiles
 from engine_builder.files import read_file
 from model.adapters.changes import Change
 from model.adapters.layers import Layer
@@ -39,16 +41,27 @@ _MAX_NAMED = 5  # files or embeddings in one message
 
 @dataclass(frozen=True)
 class AdapterFile:
-    """The bytes of a file, its tensors, PEFT's options, and sentences about what is left out.
+    """The bytes of a file, its tensors, PEFT's options, bundled embeddings by token, and warnings.
 
-    tensors: without those of bundled embeddings. options: from the header or from PEFT's file next to it; None: none.
+    options: from the header or from PEFT's file next to it; None: none.
     """
 
     path: Path
     data: bytes
     tensors: Mapping[str, torch.Tensor]
     options: PeftOptions | None
+    embeddings: Mapping[str, EmbeddingFiles]
     warnings: tuple[str, ...]
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """A warning of the embeddings, for those who do not add them."""
+        if not self.embeddings:
+            return ()
+        return (
+            f"{self.path} also has embeddings, which were left out: {_listed(self.embeddings)}. Add them to a release "
+            "that was built with --embedding-rows: `preheat add-lora NAME FILE --embeddings MODEL/VERSION`.",
+        )
 
 
 def open_adapter(path: Path) -> AdapterFile:
@@ -66,13 +79,13 @@ def open_adapter(path: Path) -> AdapterFile:
         extents = read_header(data, len(data))
     except InvalidHeader as error:
         raise BadAdapter(f"{path} is not a safetensors file: {error}.") from error
-    embeddings = {key: name for key in extents if (name := embedding_name(key))}
-    keys = [key for key in extents if key not in embeddings]
+    bundled = {key: found for key in extents if (found := embedding_key(key))}
+    keys = [key for key in extents if key not in bundled]
     if not keys:
-        found = f"only embeddings ({_listed(embeddings.values())})" if embeddings else "no tensors"
-        raise BadAdapter(f"{path} has {found}.")
+        content = f"only embeddings ({_listed(name for name, _ in bundled.values())})" if bundled else "no tensors"
+        raise BadAdapter(f"{path} has {content}.", "Add them with `preheat add-embedding`." if bundled else None)
     options = _options(path, data, keys)
-    warnings = _warnings(path, keys, options, embeddings.values())
+    warnings = _warnings(path, keys, options)
     _refuse_unsupported(path, keys)
     for key in keys:
         allowed = _FLOATS + _INTEGERS if key.endswith((".alpha", ".on_input")) else _FLOATS
@@ -80,8 +93,13 @@ def open_adapter(path: Path) -> AdapterFile:
             expected = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
             raise BadAdapter(f"{path}: {key[:120]!r} is {extents[key].dtype}, expected {expected}.")
     flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    tensors = {key: tensor_view(flat[extents[key].start : extents[key].end], extents[key]) for key in keys}
-    return AdapterFile(path, data, tensors, options, tuple(warnings))
+    tensors = {key: tensor_view(flat[extents[key].start : extents[key].end], extents[key]) for key in extents}
+    embeddings: dict[str, dict[str, torch.Tensor]] = {}
+    for key, (token, role) in bundled.items():
+        embeddings.setdefault(token, {})[role] = tensors.pop(key)
+    digest = hashlib.sha256(data).hexdigest()
+    files = {token: EmbeddingFiles(((path, of_token),), (digest,)) for token, of_token in embeddings.items()}
+    return AdapterFile(path, data, tensors, options, files, tuple(warnings))
 
 
 def read_changes(file: AdapterFile, layers: Mapping[str, Layer]) -> dict[str, Change]:
@@ -180,17 +198,12 @@ def _is_wrapped(key: str) -> bool:
     return key.startswith("base_model.model.")
 
 
-def _warnings(path: Path, keys: Collection[str], options: PeftOptions | None, embeddings: Collection[str]) -> list[str]:
+def _warnings(path: Path, keys: Collection[str], options: PeftOptions | None) -> list[str]:
     """Return sentences about what of a file is left out, or not understood. Raises BadAdapter."""
     warnings = check_options(options, str(path)) if options else []
     if options is None and any(map(_is_wrapped, keys)) and not any(key.endswith(".alpha") for key in keys):
         warnings.append(
             f"{path} states no alpha, and {_PEFT_CONFIG}, which PEFT writes next to it, is missing. Its scale is 1."
-        )
-    if embeddings:
-        warnings.append(
-            f"{path} also has embeddings, which were left out: {_listed(embeddings)}. Save each as a file of its own, "
-            "with the keys clip_l and clip_g, and add it with `preheat add-embedding RELEASE TOKEN=FILE`."
         )
     return warnings
 

@@ -4,7 +4,6 @@ The vectors are written to free rows of the text encoders' tables of tokens (`pr
 manifest has each token with its rows. Everything else is shared with the release.
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,14 @@ from safetensors.torch import load, save
 from tokenizers import Tokenizer
 
 from engine_builder.backends.built import put_blob
-from engine_builder.embeddings.read import ONE_FILE_EACH, BadEmbedding, describe_width, read_embedding
+from engine_builder.embeddings.read import (
+    ONE_FILE_EACH,
+    BadEmbedding,
+    EmbeddingFiles,
+    describe_width,
+    open_embedding,
+    read_vectors,
+)
 from engine_builder.releases.publish import write_once
 from engine_builder.stores.store import WritableStore
 from model.loading.token_tables import TOKEN_TABLE
@@ -29,12 +35,11 @@ _ROWS_REMEDY = "Build the model with more rows (`preheat build --embedding-rows`
 
 
 def add_embeddings(
-    store: WritableStore, release: str, files: Mapping[str, Sequence[Path]], key: Ed25519PrivateKey | None = None
+    store: WritableStore, release: str, embeddings: Mapping[str, EmbeddingFiles], key: Ed25519PrivateKey | None = None
 ) -> tuple[Manifest, bool]:
-    """Publish the next version of a release with the embeddings of these files, by token.
+    """Publish the next version of a release with these embeddings, by token. key: signs the new release.
 
-    files: of each token, one for all text encoders or one for each. key: signs the new release. Returns what
-    `write_once` returns. Raises BadEmbedding, ReleaseNotFound, ReleaseExists, CorruptBlob or StoreError.
+    Returns what `write_once` returns. Raises BadEmbedding, ReleaseNotFound, ReleaseExists, CorruptBlob or StoreError.
     """
     manifest = store.read_release(release)
     # Tokenizer -> the text encoders that read its ids; the first belongs to the base.
@@ -48,25 +53,24 @@ def add_embeddings(
             f"Release {release} has plans of TensorRT, which hold weights of their own.",
             "Build the model for aot_inductor with `--embedding-rows`.",
         )
-    vectors = {token: read_embedding(paths, len(encoders)) for token, paths in files.items()}
+    vectors = {token: read_vectors(embedding, len(encoders)) for token, embedding in embeddings.items()}
     tokenizers, weights = dict(manifest.tokenizers), list(manifest.weights)
     for tokenizer, record in manifest.tokenizers.items():
         index, components = list(encoders).index(tokenizer), encoders[tokenizer]
         of_tokens = {token: of_encoders[index] for token, of_encoders in vectors.items()}
         data = store.get(record.blob.sha256, record.blob.bytes).read_bytes()
-        embeddings = _assign_rows(tokenizer, data, record, of_tokens)
+        assigned = _assign_rows(tokenizer, data, record, of_tokens)
         rows = {
             row: vector
             for token, of_token in of_tokens.items()
-            for row, vector in zip(embeddings[token], of_token, strict=True)
+            for row, vector in zip(assigned[token], of_token, strict=True)
         }
-        tokenizers[tokenizer] = record.model_copy(update={"embeddings": embeddings})
+        tokenizers[tokenizer] = record.model_copy(update={"embeddings": assigned})
         for position, of_component in enumerate(weights):
             if of_component.component in components:
                 weights[position] = _write_rows(store, release, of_component, rows)
     added = json.loads(manifest.builder.get("embeddings", "{}"))
-    for token, paths in files.items():
-        added[token] = ",".join(hashlib.sha256(path.read_bytes()).hexdigest() for path in paths)
+    added |= {token: ",".join(embedding.digests) for token, embedding in embeddings.items()}
     changed = manifest.model_copy(
         update={
             "builder": manifest.builder | {"embeddings": json.dumps(added, sort_keys=True)},
@@ -78,12 +82,12 @@ def add_embeddings(
     return write_once(store, changed, private_key=key)
 
 
-def parse_embeddings(options: Sequence[str]) -> dict[str, tuple[Path, ...]]:
-    """Parse "TOKEN=FILE" and "TOKEN=FILE,FILE", a file for each text encoder. Raises BadEmbedding.
+def open_embeddings(options: Sequence[str]) -> dict[str, EmbeddingFiles]:
+    """Read the files of "TOKEN=FILE" and "TOKEN=FILE,FILE", a file for each text encoder. Raises BadEmbedding.
 
     A comma in the name of a file that exists divides nothing.
     """
-    files: dict[str, tuple[Path, ...]] = {}
+    files: dict[str, EmbeddingFiles] = {}
     for text in options:
         token, _, value = text.partition("=")
         paths = [value] if "\x00" not in value and Path(value).is_file() else value.split(",")
@@ -93,7 +97,7 @@ def parse_embeddings(options: Sequence[str]) -> dict[str, tuple[Path, ...]]:
             )
         if token in files:
             raise BadEmbedding(f"The token {token!r} is given twice.", f"Choose another token. {ONE_FILE_EACH}")
-        files[token] = tuple(map(Path, paths))
+        files[token] = open_embedding(list(map(Path, paths)))
     return files
 
 

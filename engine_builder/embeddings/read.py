@@ -1,6 +1,8 @@
 """Read the files of textual inversion: the vectors that a token stands for, of each text encoder."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,13 +29,27 @@ class BadEmbedding(PreheatError):
     remedy = "Give a safetensors file of textual inversion that was trained for this model."
 
 
-def read_embedding(paths: Sequence[Path], encoders: int) -> list[torch.Tensor]:
+@dataclass(frozen=True)
+class EmbeddingFiles:
+    """The tensors of an embedding: of one file for all text encoders, or of one for each. digests: of the files."""
+
+    files: tuple[tuple[Path, Mapping[str, torch.Tensor]], ...]
+    digests: tuple[str, ...]
+
+
+def open_embedding(paths: Sequence[Path]) -> EmbeddingFiles:
+    """Read the files of an embedding. Raises BadEmbedding."""
+    files = tuple((path, _read_tensors(path)) for path in paths)
+    return EmbeddingFiles(files, tuple(hashlib.sha256(path.read_bytes()).hexdigest() for path in paths))
+
+
+def read_vectors(embedding: EmbeddingFiles, encoders: int) -> list[torch.Tensor]:
     """Return the vectors of each text encoder, float32 [vectors, width]. Raises BadEmbedding.
 
-    `paths`: one file for all text encoders, or one for each, in their order. `encoders`: 2 for SDXL, whose single file
-    has two tensors. 1 for others. A file for one text encoder has one tensor of any name.
+    `encoders`: 2 for SDXL, whose single file has two tensors. 1 for others. A file for one text encoder has one tensor
+    of any name.
     """
-    files = [(path, _read_tensors(path)) for path in paths]
+    files = embedding.files
     if len(files) == 1 and encoders == 2:
         [(path, tensors)] = files
         keys = next((keys for keys in _SDXL_KEYS if set(keys) == set(tensors)), None)
@@ -62,7 +78,7 @@ def read_embedding(paths: Sequence[Path], encoders: int) -> list[torch.Tensor]:
             raise BadEmbedding(f"{path}: {key:.80} holds NaN or infinity.")
     if len({len(tensor) for _, _, tensor in vectors}) > 1:
         counts = " and ".join(str(len(tensor)) for _, _, tensor in vectors)
-        given = ", ".join(str(path) for path in paths)
+        given = ", ".join(str(path) for path, _ in files)
         raise BadEmbedding(f"{given} has {counts} vectors for the text encoders. Their numbers must be equal.")
     return [tensor.float() for _, _, tensor in vectors]
 

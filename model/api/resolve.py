@@ -8,6 +8,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
+from model.adapters.block_scales import layer_scale
+from model.adapters.layers import AdapterSet, Scale
 from model.api.request import without_images
 from model.denoising.sampler_specs import (
     check_forecast,
@@ -125,12 +127,12 @@ def _metadata(request: GenerationRequest, values: dict[str, Any], release: str) 
     return metadata
 
 
-def _resolve_loras(request: GenerationRequest, served: ServedModel, use_refiner: bool) -> tuple[tuple[str, float], ...]:
+def _resolve_loras(request: GenerationRequest, served: ServedModel, use_refiner: bool) -> AdapterSet:
     """Return the adapters with a scale other than 0, in the order of names.
 
-    Raises RequestRefused for one that is not offered or named twice, and with the refiner.
+    Raises RequestRefused for one that is not offered or named twice, for an unknown block, and with the refiner.
     """
-    scales: dict[str, float] = {}
+    scales: dict[str, Scale] = {}
     for number, lora in enumerate(request.loras or ()):
         field = f"loras.{number}.name"
         if lora.name not in served.loras:
@@ -138,7 +140,10 @@ def _resolve_loras(request: GenerationRequest, served: ServedModel, use_refiner:
             raise RequestRefused(field, f"got {format_value(lora.name)}, expected {offered}.")
         if lora.name in scales:
             raise RequestRefused(field, f"{format_value(lora.name)} is named twice. Name each adapter once.")
-        scales[lora.name] = lora.scale
+        try:
+            scales[lora.name] = layer_scale(lora.scale, served.unet_blocks)
+        except ValueError as error:
+            raise RequestRefused(f"loras.{number}.scale", f"{error}.") from error
     if use_refiner and scales:
         raise RequestRefused(
             "use_refiner", "true is not accepted with `loras`, which change only the base model. Set false."

@@ -7,11 +7,12 @@ cause and the command that fixes it.
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from model.adapters.block_scales import unet_blocks
 from model.adapters.library import AdapterLibrary
 from model.cold_start import ColdStart
 from model.cuda.libraries import loading_libraries
@@ -145,6 +146,7 @@ def load_release(
                     deployment.adapters.cache_bytes,
                     _lora_down(selection),
                 )
+                served = replace(served, unet_blocks=unet_blocks(library.layers))
         with cold_start.phase("engines"):
             plans = Plans(store, device, caches)
             opened: list[Engine] = []

@@ -136,6 +136,8 @@ class ServedModel:
     """The treatment of images that the safety checker flags."""
     loras: tuple[str, ...] = ()
     """The names of the adapters that requests may use."""
+    unet_blocks: Mapping[str, int] = field(default_factory=dict)
+    """The resnets of each block of the UNet that adapters change."""
     controlnets: Mapping[str, int] = field(default_factory=dict)
     """By ControlNet the number of types of control images: 0 unless it is a Union network."""
     control_sizes: Mapping[str, Sizes] = field(default_factory=dict)

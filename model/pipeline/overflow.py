@@ -64,7 +64,8 @@ def _suspects(plan: RequestPlan, check: str) -> Iterator[tuple[str, str]]:
         return
     for name, scale in params.loras:
         if scale:
-            yield "loras", f"the adapter {format_value(name)} with scale {scale:g}"
+            number = f"scale {scale:g}" if isinstance(scale, float) else "scales by block"
+            yield "loras", f"the adapter {format_value(name)} with {number}"
     chunks = [text for one in plan.passes for texts in one.texts.values() for text in texts]
     weight = max((abs(weight) for text in chunks for row in text.weights or () for weight in row), default=1.0)
     if weight > _LARGEST_WEIGHT:

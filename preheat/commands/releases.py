@@ -123,20 +123,36 @@ def add_lora(
     release: Annotated[
         str | None, typer.Option(help="MODEL/VERSION that it must fit; default: any release of the store.")
     ] = None,
+    embeddings: Annotated[
+        str | None,
+        typer.Option(
+            help="MODEL/VERSION, built with --embedding-rows: publish its next version with the file's embeddings."
+        ),
+    ] = None,
     sign: SignOption = None,
     cache_dir: CacheOption = None,
 ) -> None:
-    """Add a LoRA adapter to a store, for all releases of its architecture. It is written once."""
+    """Add an adapter to a store, for all releases of its architecture: LoRA, LoHa, LoKr, DoRA. It is written once."""
     from engine_builder.adapters.add import add_adapter
+    from engine_builder.adapters.read import open_adapter
+    from engine_builder.embeddings.add import add_embeddings
 
     private_key = _read_key(sign)
     opened_store = open_cli_store(store, cache_dir)
+    bundled = open_adapter(path).embeddings if embeddings is not None else {}
+    if embeddings is not None and not bundled:
+        raise typer.BadParameter(f"{path} has no embeddings", param_hint="--embeddings")
     with activity(f"Adding {path}"):
-        record, fitting, is_new = add_adapter(opened_store, name, path, release, private_key, print_warning)
+        record, fitting, is_new = add_adapter(
+            opened_store, name, path, release or embeddings, private_key, print_warning, bool(bundled)
+        )
     say(
         f"{'Added' if is_new else 'Unchanged:'} [bold]{plain(name)}[/], {plain(_describe_adapter(record))}. "
         f"It fits {plain(fitting)}."
     )
+    if embeddings is not None:
+        manifest, is_new = add_embeddings(opened_store, embeddings, bundled, private_key)
+        say(f"{_published(manifest, is_new)} with {plain(', '.join(bundled))}.")
 
 
 def add_embedding(
@@ -147,10 +163,10 @@ def add_embedding(
     cache_dir: CacheOption = None,
 ) -> None:
     """Publish the next version of a release with embeddings, whose tokens prompts may use."""
-    from engine_builder.embeddings.add import add_embeddings, parse_embeddings
+    from engine_builder.embeddings.add import add_embeddings, open_embeddings
 
     private_key = _read_key(sign)
-    files = parse_embeddings(embeddings)
+    files = open_embeddings(embeddings)
     with activity(f"Adding {', '.join(files)}"):
         manifest, is_new = add_embeddings(open_cli_store(store, cache_dir), release, files, private_key)
     say(f"{_published(manifest, is_new)} with {plain(', '.join(files))}.")

@@ -62,7 +62,12 @@ def _fields(schema: Mapping[str, Any]) -> Iterator[str]:
 
 def _type(field: Mapping[str, Any]) -> str:
     """Return a field's type and range in words. Null is left out, because every optional field accepts it."""
-    (choice,) = (choice for choice in field.get("anyOf", [field]) if choice.get("type") != "null")
+    choices = [choice for choice in field.get("anyOf", [field]) if choice.get("type") != "null"]
+    return " or ".join(map(_type_of, choices))
+
+
+def _type_of(choice: Mapping[str, Any]) -> str:
+    """Return one of the types of a field in words."""
     if "enum" in choice:
         return " or ".join(f"`{value}`" for value in choice["enum"])
     if "maxLength" in choice:

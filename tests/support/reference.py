@@ -74,6 +74,8 @@ class Reference:
         self._is_edm = type(base.scheduler).__name__.startswith("EDM")
         self._scheduler_config = dict(base.scheduler.config)
         self._has_loras = False
+        self.block_scales: dict[str, dict[str, Any]] = {}
+        """Scales by block, in place of a request's, by the name of the adapter."""
         self._controlnets = {name: _controlnet(path) for name, path in (controlnets or {}).items()}
         self._ip_adapters = dict(ip_adapters or {})
         if image_encoder is not None:
@@ -139,7 +141,8 @@ class Reference:
         if params.loras:
             names, scales = zip(*params.loras, strict=True)
             self._base["text to image"].enable_lora()
-            self._base["text to image"].set_adapters(list(names), list(scales))
+            weights = [self.block_scales.get(name, scale) for name, scale in zip(names, scales, strict=True)]
+            self._base["text to image"].set_adapters(list(names), weights)
         elif self._has_loras:
             self._base["text to image"].disable_lora()
 

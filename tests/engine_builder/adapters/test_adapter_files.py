@@ -5,6 +5,7 @@ the layers are those of the tiny model's networks.
 """
 
 import json
+import random
 import re
 import shutil
 from collections.abc import Callable
@@ -23,6 +24,8 @@ from model.adapters.changes import Change
 from model.adapters.layers import Layer
 from preheat.commands.build_arguments import parse_plan
 from tests.support.adapters import CONVOLUTIONS, LINEARS, Delta, module_shapes, random_deltas, sgm_name
+from tests.support.lycoris_adapters import ALGORITHMS, LycorisAdapter
+from tests.support.reference import Reference
 from tests.support.repository import MODEL_FOLDER
 
 CASES = Path(__file__).parent / "cases"
@@ -253,8 +256,8 @@ def test_leaves_out_bundled_embeddings(layers: dict[str, Layer], tmp_path: Path)
     file = open_adapter(tmp_path / "bundle.safetensors")
     expected = read_changes(open_adapter(tmp_path / "plain.safetensors"), layers)
     assert read_changes(file, layers).keys() == expected.keys()
-    [warning] = file.warnings
-    assert "preheat add-embedding" in warning and "\x1b" not in warning
+    [warning] = file.left_out
+    assert file.warnings == () and "preheat add-lora" in warning and "\x1b" not in warning
     assert all(name in warning for name in ("myface", "a.b", "web", "params"))
     save_file({"bundle_emb.myface.clip_l": torch.zeros(1, 4)}, tmp_path / "a.safetensors")
     with pytest.raises(BadAdapter, match=r"has only embeddings \(myface\)"):
@@ -278,3 +281,46 @@ def test_peft_file_without_options_warns(written: Path, layers: dict[str, Layer]
     written.with_name("adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 8}))
     file = open_adapter(written)
     assert {entry.scale for entry in read_changes(file, layers).values()} == {2} and file.warnings == ()
+
+
+def test_500_damaged_adapters_are_refused_by_name(tmp_path: Path) -> None:
+    """Each change of a file is either harmless or refused, before anything reaches a device."""
+    shapes, networks = module_shapes(MODEL_FOLDER, vectors=True), Reference(MODEL_FOLDER).networks
+    layers = {name: Layer(name, shape, name.partition(".")[0], name) for name, shape in shapes.items()}
+    changed = re.compile(r"unet\.mid_block\..*(attn1\.to_q|ff\.net\.0\.proj|resnets\.0\.(conv1|norm1))|unet\.conv_in")
+    whole = {
+        name: load_file(LycorisAdapter(networks, changed, name, seed=1).write(tmp_path / f"{name}.safetensors"))
+        for name in ALGORITHMS
+    }
+    damages: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {
+        "without": lambda tensor: None,
+        "cut off": lambda tensor: tensor[..., :-1] if tensor.ndim else tensor.expand(3).clone(),
+        "doubled": lambda tensor: torch.cat([tensor, tensor]) if tensor.ndim else tensor * torch.nan,
+        "turned": lambda tensor: tensor.T if tensor.ndim == 2 else tensor.flatten(),
+        "of another type": lambda tensor: tensor.to(torch.int32) if tensor.ndim else tensor.bool(),
+        "not a number": lambda tensor: tensor.float() * torch.nan,
+        "empty": lambda tensor: tensor.flatten()[:0],
+        "of another algorithm": lambda tensor: tensor,
+    }
+    generator, refused = random.Random(0), 0
+    for number in range(500):
+        name, damage = generator.choice(list(whole)), list(damages)[number % len(damages)]
+        tensors = dict(whole[name])
+        key = generator.choice(sorted(tensors))
+        if damage == "of another algorithm":
+            stem = key.rpartition(".")[0]
+            other = whole[generator.choice(list(whole))]
+            tensors |= {k: t for k, t in other.items() if k.startswith(key.partition(".")[0]) and k not in tensors}
+            tensors[f"{stem}.{generator.choice(['lora_up.weight', 'hada_w1_a', 'lokr_w1', 'x'])}"] = tensors[key]
+        elif (made := damages[damage](tensors.pop(key))) is not None:
+            tensors[key] = made
+        path = tmp_path / "damaged.safetensors"
+        save_file({k: tensor.clone().contiguous() for k, tensor in tensors.items()}, path)
+        if number % 10 == 9:
+            path.write_bytes(path.read_bytes()[: generator.randrange(path.stat().st_size)])
+        try:
+            read_changes(open_adapter(path), layers)
+        except BadAdapter as error:
+            refused += 1
+            assert str(path) in str(error) and error.remedy, (name, damage, key)
+    assert refused > 350  # an alpha may be missing, a whole number or of another shape

@@ -234,7 +234,7 @@ def test_add_lora_names_what_is_left_out(writable: WritableStore) -> None:
     result = CliRunner().invoke(cli.app, ["add-lora", "style", str(bundle), "--store", writable.url])
     output = " ".join(result.output.split())
     assert result.exit_code == 0 and "Added style, 4 layers of rank 4" in output
-    assert "warning" in output and "which were left out: myface" in output and "preheat add-embedding" in output
+    assert "warning" in output and "which were left out: myface" in output and "--embeddings MODEL/VERSION" in output
     assert writable.adapters() == ["style"]
 
 

@@ -3,6 +3,7 @@
 import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch._inductor.metrics
 
 from engine_builder.adapters.add import add_adapter
 from engine_builder.stores.store import WritableStore, open_writable_store
+from model.adapters.block_scales import check_scale, layer_scale
+from model.adapters.layers import Scale
 from model.cold_start import ColdStart
 from model.deployment import ServedAdapters
 from model.errors import AdapterError
@@ -73,7 +76,7 @@ def reference(files: Mapping[str, Path]) -> Reference:
     return reference
 
 
-def params(*loras: tuple[str, float]) -> GenerationParams:
+def params(*loras: tuple[str, Scale]) -> GenerationParams:
     return replace(
         PLAIN,
         prompt="a large red circle on a blue background",
@@ -111,6 +114,31 @@ def test_image_with_three_adapters_is_that_of_diffusers(adapted: Loaded, referen
     assert largest_difference(generated, reference.generate(request)) <= TOLERANCE
     alone = image(adapted, params(("kohya-linears", 0.7)))
     assert largest_difference(generated, alone) > 10 * TOLERANCE
+
+
+BLOCK_SCALES: list[dict[str, Any]] = [
+    {"unet": {"down": 0.2, "mid": -0.5, "up": 1.5}, "text_encoder": 0.0, "text_encoder_2": 0.5},
+    {"unet": {"up": {"block_0": [1.5, -0.5]}}, "text_encoder": 0.3},
+    {"unet": {"down": {"block_1": 0.0}, "mid": 0.0}},
+    {"unet": -0.4},
+]
+
+
+def test_scales_by_block_are_those_of_diffusers(adapted: Loaded, files: Mapping[str, Path]) -> None:
+    name, others = "diffusers-linears", ("kohya-linears", 0.4)
+    reference = Reference(MODEL_FOLDER)  # without adapters of `conv_in`, at whose name diffusers fails
+    for one in (name, others[0]):
+        reference.load_lora(one, files[one])
+    blocks = {f"{side}.block_{block}": count for side, count in (("down", 1), ("up", 2)) for block in range(3)}
+    assert adapted.served.unet_blocks == blocks
+    images = []
+    for scales in BLOCK_SCALES:
+        check_scale(scales)
+        request = params((name, layer_scale(scales, adapted.served.unet_blocks)), others)
+        images.append(image(adapted, request))
+        reference.block_scales = {name: scales}
+        assert largest_difference(images[-1], reference.generate(request)) <= TOLERANCE, scales
+    assert min(largest_difference(*pair) for pair in combinations(images, 2)) > 2 * TOLERANCE
 
 
 def test_image_without_adapters_is_unaffected(adapted: Loaded, loaded: Loaded, reference: Reference) -> None:

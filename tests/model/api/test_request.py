@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from model.adapters.changes import scale_of
 from model.api.resolve import resolve
 from model.denoising.sampler_specs import SPECS
 from model.errors import ManifestError, RequestRefused
@@ -408,6 +409,50 @@ def test_resolves_conditioning() -> None:
     assert resolve(make_request(guidance_rescale=0), rescaling).guidance_rescale == 0.0
     skipping = dataclasses.replace(served, defaults=Defaults(clip_skip=1))
     assert [resolve(make_request(clip_skip=n), skipping).clip_skip for n in (None, 0, 2)] == [1, 0, 2]
+
+
+BLOCKS = {"down.block_0": 2, "down.block_1": 2, "up.block_0": 3}
+
+
+def test_resolves_scales_by_block() -> None:
+    served = dataclasses.replace(SERVED, loras=("a", "b"), unet_blocks=BLOCKS)
+    scales = {"text_encoder": 0.5, "unet": {"up": {"block_0": [1, 2, 3]}, "mid": 0, "down": -1}}
+    request = make_request(loras=[{"name": "b", "scale": scales}, {"name": "a", "scale": 0}])
+    [(name, scale)] = resolve(request, served).loras
+    numbers = {
+        "unet.down_blocks.1.attentions.0.proj_in": -1, "unet.mid_block.resnets.0.conv1": 0, "unet.conv_in": 1,
+        "unet.up_blocks.0.attentions.2.proj_in": 3, "unet.up_blocks.0.resnets.1.conv1": 2,
+        "unet.up_blocks.0.upsamplers.0.conv": 1, "unet.up_blocks.1.resnets.0.conv1": 1,
+        "text_encoder.text_model.encoder.layers.0.mlp.fc1": 0.5, "text_encoder_2.text_projection": 1,
+    }  # fmt: skip
+    assert name == "b" and {layer: scale_of(scale, layer) for layer in numbers} == numbers
+    assert resolve(make_request(loras=[{"name": "a", "scale": None}]), served).loras == (("a", 1.0),)
+
+
+@pytest.mark.parametrize("scale, message", [
+    ("0.5", 'got "0.5", expected a number from -10 to 10, or scales by block'),
+    (True, "got true, expected a number from -10 to 10, or scales by block"),
+    ({}, "the scale is empty: name some of unet, text_encoder, text_encoder_2"),
+    ({"vae": 1}, "vae is unknown: name some of unet, text_encoder, text_encoder_2"),
+    ({"unet": {}}, "unet is empty: name some of down, mid, up"),
+    ({"unet": {"left": 1}}, "unet.left is unknown: name some of down, mid, up"),
+    ({"unet": 11}, "unet expects a number from -10 to 10, or scales by block"),
+    ({"text_encoder": {"up": 1}}, "text_encoder expects a number from -10 to 10"),
+    ({"unet": {"mid": [1]}}, "unet.mid expects a number from -10 to 10"),
+    ({"unet": {"up": {"0": 1}}}, "unet.up has no block '0': name one of block_0, block_1 and so on"),
+    ({"unet": {"up": {"block_0": []}}}, "unet.up.block_0 expects a number from -10 to 10, or a list of such numbers"),
+    ({"unet": {"up": {"block_0": [1, "x"]}}}, "unet.up.block_0 expects a number from -10 to 10, or a list of such"),
+    ({"unet": {"up": {"block_3": 1}}}, "unet.up has no block 'block_3': name one of block_0."),
+    ({"unet": {"up": {"block_0": [1, 2]}}}, "unet.up.block_0 has 2 numbers, and the block has 3 layers."),
+])  # fmt: skip
+def test_refuses_scales_by_name(scale: Any, message: str) -> None:
+    body = {"prompt": "a", "loras": [{"name": "a", "scale": scale}]}
+    if lines := problems(json.dumps(body)):
+        assert lines[0].startswith(f"`loras.0.scale`: {message}") and len(lines) == 1
+        return
+    with pytest.raises(RequestRefused) as refused:
+        resolve(GenerationRequest(**body), dataclasses.replace(SERVED, loras=("a",), unet_blocks=BLOCKS))
+    assert str(refused.value) == f"loras.0.scale: {message}"
 
 
 def test_refuses_conditioning_by_name() -> None:

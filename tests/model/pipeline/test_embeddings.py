@@ -9,21 +9,21 @@ import numpy as np
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer
 from typer.testing import CliRunner, Result
 
 from engine_builder.backends.built import put_blob
 from engine_builder.checkpoints.folder import Checkpoint
-from engine_builder.embeddings.add import add_embeddings, parse_embeddings
-from engine_builder.embeddings.read import BadEmbedding, read_embedding
+from engine_builder.embeddings.add import add_embeddings, open_embeddings
+from engine_builder.embeddings.read import BadEmbedding, open_embedding, read_vectors
 from engine_builder.releases.signing import public_key
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.loading.load import Loaded
 from model.loading.target import Target
 from model.pipeline.text_to_image import generate
 from preheat.main import app
-from tests.support.adapters import copy_store
+from tests.support.adapters import PACKABLE, copy_store, module_shapes, random_deltas, write_adapter
 from tests.support.parity import check_all_differ, check_images, image_of, load, params_of, publish
 from tests.support.reference import Reference
 
@@ -54,7 +54,8 @@ def store(toy_folder: Path, target: Target, tmp_path_factory: pytest.TempPathFac
 @pytest.fixture(scope="module")
 def worded(store: WritableStore, files: dict[str, Path]) -> Loaded:
     """The release with both embeddings, worded/2."""
-    assert add_embeddings(store, "worded/1", {token: [path] for token, path in files.items()})[0].name == "worded/2"
+    opened = {token: open_embedding([path]) for token, path in files.items()}
+    assert add_embeddings(store, "worded/1", opened)[0].name == "worded/2"
     return load(store, "worded/2")
 
 
@@ -63,7 +64,7 @@ def reference(toy_folder: Path, files: dict[str, Path]) -> Reference:
     reference = Reference(toy_folder)
     pipeline = reference._base["text to image"]
     for token, path in files.items():
-        first, second = read_embedding([path], 2)
+        first, second = read_vectors(open_embedding([path]), 2)
         parts = {first: ("text_encoder", "tokenizer"), second: ("text_encoder_2", "tokenizer_2")}
         for vectors, names in parts.items():
             encoder, tokenizer = (getattr(pipeline, name) for name in names)
@@ -147,9 +148,9 @@ def test_adds_more_to_a_version_and_signs_it(
     one = write(tmp_path / "one.safetensors", 2, 2)
     message = "worded/2 has no free row for 3 vectors: text_encoder has rows for 2 more.*preheat build --embedding-rows"
     with pytest.raises(BadEmbedding, match=message):
-        add_embeddings(opened, "worded/2", {"<dog>": [files["<cat>"]]})
-    manifest, is_new = add_embeddings(opened, "worded/2", {"<dog>": [one]}, key)
-    assert is_new and add_embeddings(opened, "worded/2", {"<dog>": [one]}, key) == (manifest, False)
+        add_embeddings(opened, "worded/2", {"<dog>": open_embedding([files["<cat>"]])})
+    manifest, is_new = add_embeddings(opened, "worded/2", {"<dog>": open_embedding([one])}, key)
+    assert is_new and add_embeddings(opened, "worded/2", {"<dog>": open_embedding([one])}, key) == (manifest, False)
     assert manifest.name == "worded/3"
     assert json.loads(manifest.builder["embeddings"]).keys() == {*VECTORS, "<dog>"}
     again = load(opened, "worded/3", public_keys=[public_key(key)])
@@ -176,8 +177,8 @@ def test_reads_releases_whose_tokenizers_have_the_tokens(store: WritableStore, w
     check_equal_images(loaded, worded, "a <CAT> on <ink>", "<cat>")
     one = write(tmp_path / "one.safetensors", 2, 2)
     with pytest.raises(BadEmbedding, match="'<Cat>_1' is in the release's tokenizer already, as '<cat>_1'"):
-        add_embeddings(opened, "worded/9", {"<Cat>_1": [one]})
-    added, _ = add_embeddings(opened, "worded/9", {"<cat>_3": [one]})
+        add_embeddings(opened, "worded/9", {"<Cat>_1": open_embedding([one])})
+    added, _ = add_embeddings(opened, "worded/9", {"<cat>_3": open_embedding([one])})
     assert added.schema_version == 5
     assert {*(rows for record in added.tokenizers.values() for rows in (record.embeddings or {}).values())} == {
         tuple(range(first + 4, first + 6)) for first in {len(tokenizer.get_vocab()) - 4}
@@ -217,7 +218,7 @@ def test_the_command_publishes_the_next_version(
 ) -> None:
     """A file for each text encoder is as `textual_inversion_sdxl.py` of diffusers writes them."""
     names = ("learned_embeds.safetensors", "learned_embeds_2.safetensors")
-    for name, vectors in zip(names, read_embedding([files["<cat>"]], 2), strict=True):
+    for name, vectors in zip(names, read_vectors(open_embedding([files["<cat>"]]), 2), strict=True):
         save_file({"<cat-toy>": vectors}, tmp_path / name)
     folder = copy_store(store, tmp_path / "store")
     for published in ("Published", "Unchanged since"):
@@ -228,10 +229,38 @@ def test_the_command_publishes_the_next_version(
     check_equal_images(load(open_writable_store(folder), newest), worded, "a red <cat>", replaced="<cat-toy>")
 
 
+def test_embeddings_of_an_adapter_are_added_with_it(
+    store: WritableStore, worded: Loaded, files: dict[str, Path], toy_folder: Path, tmp_path: Path
+) -> None:
+    """A file as OneTrainer writes it: an adapter with the embedding that it was trained with."""
+    deltas = random_deltas(module_shapes(toy_folder), PACKABLE, 2, seed=1)
+    bundle = load_file(write_adapter(tmp_path / "style.safetensors", deltas, "kohya"))
+    bundle |= {f"bundle_emb.<cat-toy>.{key}": tensor for key, tensor in load_file(files["<cat>"]).items()}
+    save_file(bundle, tmp_path / "style.safetensors")
+    folder = copy_store(store, tmp_path / "store")
+
+    def run(*options: str) -> Result:
+        arguments = ["add-lora", "style", str(tmp_path / "style.safetensors"), "--store", f"file://{folder}", *options]
+        return CliRunner().invoke(app, arguments)
+
+    assert "which were left out: <cat-toy>" in " ".join(run().output.split())
+    result = run("--embeddings", "worded/1")
+    newest = open_writable_store(folder).releases()[-1]
+    output = " ".join(result.output.split())
+    assert result.exit_code == 0 and "left out" not in output, output
+    assert "Unchanged: style, " in output and f"Published {newest} with <cat-toy>." in output
+    check_equal_images(load(open_writable_store(folder), newest), worded, "a red <cat>", replaced="<cat-toy>")
+    save_file({key: tensor for key, tensor in bundle.items() if "bundle" not in key}, tmp_path / "style.safetensors")
+    assert run("--embeddings", "worded/1").exit_code == 2
+
+
 def test_a_comma_may_be_in_the_name_of_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "a,b.safetensors"
-    path.touch()
-    assert parse_embeddings([f"<x>={path}", "<y>=a,b"]) == {"<x>": (path,), "<y>": (Path("a"), Path("b"))}
+    paths = [tmp_path / f"{name}.safetensors" for name in ("a,b", "a", "b")]
+    for path in paths:
+        save_file({"x": torch.ones(1, 4)}, path)
+    opened = open_embeddings([f"<x>={paths[0]}", f"<y>={paths[1]},{paths[2]}"])
+    found = {token: [path for path, _ in embedding.files] for token, embedding in opened.items()}
+    assert found == {"<x>": paths[:1], "<y>": paths[1:]}
 
 
 ONE, SDXL = torch.ones(1, 768), {"clip_l": torch.ones(1, 768), "clip_g": torch.ones(1, 1280)}
@@ -266,31 +295,31 @@ def test_refuses_files_that_are_not_embeddings(
     for path, tensors in zip(paths, files, strict=True):
         save_file({name: tensor.clone() for name, tensor in tensors.items()}, path)
     with pytest.raises(BadEmbedding, match=re.escape(message)):
-        read_embedding(paths, encoders)
+        read_vectors(open_embedding(paths), encoders)
 
 
 def test_refuses_other_files(store: WritableStore, tmp_path: Path) -> None:
     (tmp_path / "x.pt").write_bytes(b"\x80\x02")
     (tmp_path / "x.safetensors").write_bytes(b"\0" * 20)
     with pytest.raises(BadEmbedding, match="may hold a pickle, which can run code. It was not opened"):
-        read_embedding([tmp_path / "x.pt"], 2)
+        read_vectors(open_embedding([tmp_path / "x.pt"]), 2)
     for name in ("x.safetensors", "missing.safetensors"):
         with pytest.raises(BadEmbedding, match="is not a complete safetensors file"):
-            read_embedding([tmp_path / name], 2)
+            read_vectors(open_embedding([tmp_path / name]), 2)
     wide = write(tmp_path / "wide.safetensors", 1, 1, width=768)
     message = r"vectors of width 768 .*, and text_encoder of release worded/1 has tokens of"
     with pytest.raises(BadEmbedding, match=message):
-        add_embeddings(store, "worded/1", {"<x>": [wide]})
+        add_embeddings(store, "worded/1", {"<x>": open_embedding([wide])})
 
 
 def test_reads_one_tensor_for_models_of_one_encoder(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     save_file({"<cat-toy>": torch.ones(WIDTH).half()}, path)
-    [vectors] = read_embedding([path], 1)
+    [vectors] = read_vectors(open_embedding([path]), 1)
     assert vectors.shape == (1, WIDTH) and vectors.dtype == torch.float32
 
 
 def test_refuses_options_that_are_not_token_and_file() -> None:
     for text in ("", "<x>", "<x>=", "<x>=a,", "<x>=,a", "=file", "two words=file", f"{'a' * 65}=file", "a\x00=file"):
         with pytest.raises(BadEmbedding, match="is not TOKEN=FILE"):
-            parse_embeddings([text])
+            open_embeddings([text])
