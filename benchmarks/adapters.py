@@ -10,6 +10,8 @@ have. They are kept in a temporary folder, and the store is not changed. Measure
     three      from the model to three adapters at once
     restore    back to the model
     read       from the store's blobs to factors on the device, in the background
+    lora, dora, lokr
+               from the model to one adapter of this algorithm, for all linears and convolutions
 
 Times end when the device has finished. Nothing else runs meanwhile. If the release has a UNet that takes adapters as
 inputs (`preheat build --lora-rank`), also, alternately:
@@ -48,6 +50,7 @@ from model.pipeline.components import find_component
 from model.pipeline.text_to_image import generate
 from model.request_fields import GenerationRequest
 from model.settings import read_settings
+from model.store.adapter_forms import FormName, stored_shape
 from model.store.adapter_record import AdapterLayer, AdapterRecord
 from model.store.manifest import BLOB_LIMIT, Blob
 from model.store.store import Store, open_store
@@ -55,6 +58,8 @@ from model.store.store import Store, open_store
 _UNET_LAYERS = r"unet\..*(attn[12]\.to_(q|k|v|out\.0)|ff\.net\.(0\.proj|2)|proj_in|proj_out)"
 _LAYERS = _UNET_LAYERS + r"|text_encoder.*\.(q_proj|k_proj|v_proj|out_proj|fc1|fc2)"
 _NAMES = ("one", "two", "three")
+_ALGORITHMS = ("lora", "dora", "lokr")
+_FACTOR = 8  # of the LoKr: the sides of its first matrix
 _WARM_UPS, _BATCH_RUNS = 3, 5  # of swaps; of each batch, after one that is not counted
 _STEPS = 20  # of an image of a batch
 
@@ -75,27 +80,45 @@ def with_adapters(store: Store, adapters: Store) -> Store:
     return cast(Store, overlay)
 
 
-def put_random_adapter(store: WritableLocalStore, name: str, layers: Iterable[Layer], rank: int, seed: int) -> None:
-    """Write an adapter with random factors in fp16 for these layers."""
+def put_random_adapter(
+    store: WritableLocalStore, name: str, layers: Iterable[Layer], rank: int, seed: int, algorithm: str = "lora"
+) -> None:
+    """Write an adapter with random parts in fp16 for these layers."""
     from safetensors.torch import save
 
     generator = torch.Generator().manual_seed(seed)
     groups: list[dict[str, torch.Tensor]] = [{}]
     entries = {}
     for layer in layers:
-        out, *inner = layer.shape
-        factors = {
-            f"{layer.name}.down": (0.01 * torch.randn(rank, *inner, generator=generator)).half(),
-            f"{layer.name}.up": (0.01 * torch.randn(out, rank, generator=generator)).half(),
+        shape = stored_shape(layer.shape)
+        shapes = _part_shapes(shape, rank, algorithm)
+        parts = {
+            f"{layer.name}.{role}": (0.01 * torch.randn(part, generator=generator)).half()
+            for role, part in shapes.items()
         }
-        if sum(tensor.nbytes for tensor in [*groups[-1].values(), *factors.values()]) > BLOB_LIMIT - 2**20:
+        if sum(tensor.nbytes for tensor in [*groups[-1].values(), *parts.values()]) > BLOB_LIMIT - 2**20:
             groups.append({})
-        groups[-1] |= factors
-        entries[layer.name] = AdapterLayer(rank=rank, scale=1.0, shape=layer.shape)
+        groups[-1] |= parts
+        if algorithm == "lora":
+            entries[layer.name] = AdapterLayer(rank=rank, scale=1.0, shape=shape)
+        else:
+            form: FormName = "kronecker" if algorithm == "lokr" else "matrix"
+            entries[layer.name] = AdapterLayer(form=form, parts=shapes, scale=1.0, shape=shape)
     files = [save(group) for group in groups]
     blobs = tuple(Blob(sha256=store.put_bytes(data), bytes=len(data)) for data in files)
     source = hashlib.sha256(name.encode()).hexdigest()
-    store.write_adapter(AdapterRecord(name=name, source=source, layers=entries, blobs=blobs))
+    record = AdapterRecord(name=name, source=source, layers=entries, blobs=blobs)
+    store.write_adapter(record.model_copy(update={"schema_version": record.required_schema}))
+
+
+def _part_shapes(shape: tuple[int, ...], rank: int, algorithm: str) -> dict[str, tuple[int, ...]]:
+    out, inner, *kernel = shape
+    if algorithm != "lokr":
+        factors: dict[str, tuple[int, ...]] = {"down": (rank, inner, *kernel), "up": (out, rank)}
+        return factors | ({"magnitude": (out, 1)} if algorithm == "dora" else {})
+    sides = [_FACTOR if side % _FACTOR == 0 else 1 for side in (out, inner)]
+    rest = (out // sides[0], inner // sides[1])
+    return {"1.full": (sides[0], sides[1]), "2.down": (rank, rest[1], *kernel), "2.up": (rest[0], rank)}
 
 
 def swap_rows(loaded: Loaded, store: Store, options: argparse.Namespace) -> list[Row]:
@@ -111,6 +134,8 @@ def swap_rows(loaded: Loaded, store: Store, options: argparse.Namespace) -> list
         "restore": swap(),
         "three": swap(*_NAMES),
         "restore from three": swap(),
+        **{name: swap(name) for name in _ALGORITHMS},
+        "restore from all": swap(),
         "read": lambda: load_changes(store, record, model.device),
     }
     times: dict[str, list[float]] = {case: [] for case in works}
@@ -174,15 +199,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
             layers = [layer for layer in known if re.fullmatch(pattern, layer.name)]
             for seed, name in enumerate(names):
                 put_random_adapter(adapters, name, layers, rank, seed)
+        matrices = [layer for layer in known if len(layer.shape) > 1]
+        for name in _ALGORITHMS:
+            put_random_adapter(adapters, name, matrices, options.rank, 0, name)
         overlay = with_adapters(store, adapters)
         # The adapters are not signed, and plans take none.
         served = {"release": options.release, "public_key": [], "runtime": "aot_inductor"}
-        served |= {"loras": [*_NAMES, *batch_names], "lora_cache_bytes": 2**40}
+        served |= {"loras": [*_NAMES, *_ALGORITHMS, *batch_names], "lora_cache_bytes": 2**40}
         deployment = Deployment.of(settings.model_copy(update=served))
         loaded = load_deployment(overlay, deployment, settings.store_options().cache_folder, ColdStart())
         assert loaded.model.adapters is not None
         warm_up(loaded)
-        loaded.model.adapters.load(_NAMES)
+        loaded.model.adapters.load((*_NAMES, *_ALGORITHMS))
         rows = swap_rows(loaded, overlay, options)
         if any(LORA in find_component(name).features for name in loaded.model.engines):
             loaded.model.adapters.load(batch_names)

@@ -33,9 +33,14 @@ class Change:
         return self.parts.keys() == FACTORS
 
     @property
+    def is_decomposed(self) -> bool:
+        """True for DoRA."""
+        return MAGNITUDE in self.parts
+
+    @property
     def depends_on_weight(self) -> bool:
         """True for DoRA and (IA)3, whose change is of the model's own weight."""
-        return MAGNITUDE in self.parts or GAIN in self.parts
+        return self.is_decomposed or GAIN in self.parts
 
 
 AdapterChanges = Mapping[str, Change]
@@ -45,23 +50,32 @@ AdapterChanges = Mapping[str, Change]
 def difference(change: Change, scale: float, weight: torch.Tensor | None) -> torch.Tensor:
     """Return what to add to a weight [out, in, ...] in the layout of the checkpoint.
 
-    scale: of the request. weight: the model's own, float32; it is read if the change depends on it. DoRA (Liu et al.
-    2024, arXiv 2402.09353) gives each output, or each input, a magnitude m: W' = m (W + s D) / |W + s D|. The scale is
-    inside, as in PEFT.
+    scale: of the request. weight: the model's own, float32; it is read if the change depends on it.
     """
+    if change.is_decomposed:
+        assert weight is not None
+        return decomposed(change, scale, weight).sub_(weight)
     factor = change.scale * scale
     if GAIN in change.parts:
         assert weight is not None
         return weight * _along(change.parts[GAIN], weight) * factor
-    form = FORMS[change.form]
-    added: torch.Tensor = form.difference(*(_matrix(change.parts, prefix) for prefix in form.prefixes)) * factor
-    if (magnitude := change.parts.get(MAGNITUDE)) is None:
-        return added
-    assert weight is not None
-    moved = added.view(weight.shape).add_(weight)
+    return _product(change) * factor
+
+
+def decomposed(change: Change, scale: float, weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight [out, in, ...] that DoRA has changed (Liu et al. 2024, arXiv 2402.09353), a new tensor.
+
+    It gives each output, or each input, a magnitude m: W' = m (W + s D) / |W + s D|. The scale s is inside, as in PEFT.
+    """
+    magnitude, factor = change.parts[MAGNITUDE], change.scale * scale
+    if "up" in change.parts:
+        up, down = change.parts["up"], change.parts["down"]
+        moved = torch.addmm(weight.flatten(1), up, down.flatten(1), alpha=factor).view(weight.shape)
+    else:
+        moved = (_product(change) * factor).view(weight.shape).add_(weight)
     summed = [dim for dim in range(moved.ndim) if dim >= magnitude.ndim or magnitude.shape[dim] == 1]
     norm = torch.linalg.vector_norm(moved, dim=summed, keepdim=True).clamp_(min=_SMALLEST_NORM)
-    return moved.mul_(_along(magnitude, moved) / norm).sub_(weight)
+    return moved.mul_(_along(magnitude, moved) / norm)
 
 
 def scale_of(scale: Scale, layer: str) -> float:
@@ -69,6 +83,13 @@ def scale_of(scale: Scale, layer: str) -> float:
     if isinstance(scale, float | int):
         return scale
     return next((number for start, number in scale if layer.startswith(start)), 1.0)
+
+
+def _product(change: Change) -> torch.Tensor:
+    """Return what a change's matrices make. It may be one of the parts, so it is not to be changed."""
+    form = FORMS[change.form]
+    made: torch.Tensor = form.difference(*(_matrix(change.parts, prefix) for prefix in form.prefixes))
+    return made
 
 
 def _matrix(parts: Mapping[str, torch.Tensor], prefix: str) -> torch.Tensor:

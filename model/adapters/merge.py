@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from model.adapters.changes import AdapterChanges, Change, difference, scale_of
+from model.adapters.changes import AdapterChanges, Change, decomposed, difference, scale_of
 from model.adapters.layers import Layer, Scale
 from model.weights.fp8 import quantize
 from model.weights.transforms import phase_weights, restore_phases, restore_winograd, winograd_weight
@@ -122,6 +122,10 @@ def _write(region: _Region, changes: Sequence[tuple[Change, float]]) -> None:
     base = region.base if region.original is None else region.original
     base = base.to(weight.device, non_blocking=True)
     own = _restored(base, region) if any(change.depends_on_weight for change, _ in changes) else None
+    if own is not None and len(changes) == 1 and changes[0][0].is_decomposed:
+        changed = _in_layout(decomposed(*changes[0], own), region)
+        weight.copy_(changed if region.scale is None else quantize(changed, region.scale))
+        return
     delta: torch.Tensor | None = None
     for change, scale in changes:
         if change.is_low_rank:
