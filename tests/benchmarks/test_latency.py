@@ -310,5 +310,6 @@ def test_commands_measure_a_release(store: Store, release: str, tmp_path: Path) 
     assert len(json.loads(out.read_text())) == 6
     adapters.main([store.url, release, "--rank", "2", "--runs", "1", "--images", "1", "--out", str(out)])
     swaps = [row["case"].partition(": ")[2] for row in json.loads(out.read_text())[6:]]
-    assert swaps == ["swap", "exchange", "restore", "three", "restore from three", "read"]
+    swapped = ["swap", "exchange", "restore", "three", "restore from three", "lora", "dora", "lokr", "restore from all"]
+    assert swaps == [*swapped, "read"]
     assert store.adapters() == []
