@@ -175,7 +175,7 @@ def measure(
     rows = [row("offline, full rows", rates, "images/s")]
 
     limits = Limits(max_queue=100_000, deadline_seconds=1e9, stuck_seconds=1e9)
-    scheduler = Scheduler(Runner(loaded.model), limits, lambda: None)
+    scheduler = Scheduler([Runner(loaded.model)], limits, lambda: None)
     rate = measure_saturated(scheduler, numbered_requests(params, (steps,)), outstanding, seconds) / steps
     of_offline = round(rate / rows[0].value, 4)
     rows.append(row("in flight, saturated", [rate], "images/s", of_offline=of_offline))

@@ -8,7 +8,6 @@ import gc
 import json
 import logging
 from collections.abc import Callable, Mapping
-from functools import partial
 
 from model import metrics
 from model.child_process import FAILED_EXIT_CODE, exit_soon
@@ -55,8 +54,12 @@ def start_server(
         comparison = None if every is None else ImageComparison(loaded.model, every)
         if followers is not None:
             followers.join(loaded.model)
-        prepare = partial(warm_up, loaded, cold_start=cold_start, comparison=comparison)
-        scheduler = Scheduler(Runner(loaded.model), settings.limits, on_device_failure, comparison, prepare)
+        runner = Runner(loaded.model)
+
+        def prepare() -> None:
+            runner.preview_map = warm_up(loaded, cold_start=cold_start, comparison=comparison)
+
+        scheduler = Scheduler([runner], settings.limits, on_device_failure, comparison, prepare)
         if followers is not None:
             followers.watch(scheduler.abandon)  # also during the warm-up, whose graphs wait for all ranks
         scheduler.wait_ready()

@@ -11,6 +11,7 @@ from model.denoising.loop import ImageState
 from model.pipeline.encoded_once import EncodedOnce
 from model.pipeline.loaded_model import LoadedModel, LoopKey
 from model.pipeline.params import GenerationParams
+from model.pipeline.preview import PreviewMap
 from model.pipeline.request_plan import RequestPlan, plan_request
 from model.pipeline.stages import STAGES, Stage
 
@@ -21,6 +22,8 @@ class Runner:
     def __init__(self, model: LoadedModel, stages: Sequence[Stage] = STAGES) -> None:
         self.model = model
         self.stages = stages
+        self.preview_map: PreviewMap | None = None
+        """Makes previews of latents. None: there are no previews."""
 
     def plan(self, params: GenerationParams) -> RequestPlan:
         """Plan a request. Any thread may call it. Raises RequestRefused."""

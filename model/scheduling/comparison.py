@@ -41,7 +41,7 @@ class ImageComparison:
 
     def __init__(self, model: LoadedModel, every: int) -> None:
         """Compare one in `every` images that are offered. `model` must have its 8-bit networks in fp16, too."""
-        self._model, self._every = model, every
+        self.model, self._every = model, every
         self._reference = model.in_fp16()
         self._probe = DeviceProbe(model.device)
         self._lock = threading.Lock()  # guards the next two
@@ -69,10 +69,10 @@ class ImageComparison:
     @property
     def work(self) -> Iterator[None] | None:
         """The comparison that runs, or the next one. Each part takes a step. None: no image waits."""
-        if self._work is not None and self._model.active_adapters != ():
+        if self._work is not None and self.model.active_adapters != ():
             self.end()  # they were merged since its last step
         if self._work is None and (candidate := self._take()) is not None:
-            if self._model.active_adapters != ():
+            if self.model.active_adapters != ():
                 metrics.COMPARISONS.labels("dropped").inc()
             else:
                 self._work, self._outcome = self._compare(candidate), "dropped"

@@ -5,28 +5,52 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from model import metrics
-from model.denoising.loop import ImageState, has_room
-from model.pipeline.components import unets
-from model.pipeline.loaded_model import LoadedModel, LoopKey
+from model.denoising.loop import ImageState, Loop, has_room
+from model.pipeline.loaded_model import LoopKey
+from model.pipeline.runner import Runner
 from model.scheduling.job import Job
+
+
+class ModelLoop(NamedTuple):
+    """A loop of one of the models."""
+
+    runner: Runner
+    key: LoopKey
+
+    @property
+    def loop(self) -> Loop:
+        return self.runner.model.loop(*self.key)
+
+    @property
+    def unet(self) -> str:
+        return self.key[0]
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width in pixels."""
+        return self.key[1:]
+
+
+def first_loop(job: Job) -> ModelLoop:
+    """Return the loop that a job's images join first."""
+    return ModelLoop(job.runner, job.plan.first.loop)
 
 
 class _Running(NamedTuple):
     """The job that an image in a loop belongs to, and that loop."""
 
     job: Job
-    loop: LoopKey
+    place: ModelLoop
 
 
 class InFlight:
     """Used on the scheduler's thread."""
 
-    def __init__(self, model: LoadedModel) -> None:
-        self._model = model
-        self._unets = [spec.name for spec in unets(model.components)]
+    def __init__(self) -> None:
         self._running: dict[ImageState, _Running] = {}  # the images in loops
-        self._waiting: dict[LoopKey, deque[tuple[Job, ImageState]]] = {}  # images between two loops
-        self._loops: deque[LoopKey] = deque()  # with images in them or waiting for them; the first is next
+        self._waiting: dict[ModelLoop, deque[tuple[Job, ImageState]]] = {}  # images between two loops
+        self._loops: deque[ModelLoop] = deque()  # with images in them or waiting for them; the first is next
+        self._counted: set[str] = set()  # the UNets whose images were counted last
 
     def __bool__(self) -> bool:
         """True if images are in loops or between two of them."""
@@ -41,49 +65,57 @@ class InFlight:
         between_loops = {job for waiting in self._waiting.values() for job, _ in waiting}
         return {running.job for running in self._running.values()} | between_loops
 
+    def of(self, runner: Runner) -> bool:
+        """True if images of this model are in loops or between two of them."""
+        return any(job.runner is runner for job in self.jobs)
+
     @property
     def sizes(self) -> set[tuple[int, int]]:
         """The height and width of each loop in turn."""
-        return {key[1:] for key in self._loops}
+        return {place.size for place in self._loops}
 
     def job_of(self, image: ImageState) -> Job:
         """Return the job of an image in a loop."""
         return self._running[image].job
 
-    def start(self, key: LoopKey, job: Job, image: ImageState) -> None:
+    def start(self, place: ModelLoop, job: Job, image: ImageState) -> None:
         """Add an image to a loop with room for it."""
-        self._model.loop(*key).add(image)
-        self._running[image] = _Running(job, key)
-        self._take_turns(key)
+        place.loop.add(image)
+        self._running[image] = _Running(job, place)
+        self._take_turns(place)
 
-    def wait(self, key: LoopKey, job: Job, image: ImageState) -> None:
+    def wait(self, place: ModelLoop, job: Job, image: ImageState) -> None:
         """Keep an image until it may join a loop: until `take_waiting` returns it."""
-        self._waiting.setdefault(key, deque()).append((job, image))
-        self._take_turns(key)
+        self._waiting.setdefault(place, deque()).append((job, image))
+        self._take_turns(place)
 
-    def take_waiting(self) -> Iterator[tuple[LoopKey, Job, ImageState]]:
+    def take_waiting(self) -> Iterator[tuple[ModelLoop, Job, ImageState]]:
         """Remove and return the images between two loops that may join now, in order of arrival in each loop.
 
         The caller starts each before it takes the next. A loop waits for the encoding of an image that joins. So an
         image joins once it is encoded, or if nothing else runs.
         """
-        for key, waiting in self._waiting.items():
-            loop = self._model.loop(*key)
-            while waiting and has_room(loop, waiting[0][1].now.slots):
+        for place, waiting in self._waiting.items():
+            while waiting and has_room(place.loop, waiting[0][1].now.slots):
                 if self.in_loops and not waiting[0][1].inputs_ready:
                     break
-                yield key, *waiting.popleft()
+                yield place, *waiting.popleft()
 
-    def started_with(self, key: LoopKey) -> tuple[dict[ImageState, Job], dict[ImageState, Job]]:
+    def started_with(self, place: ModelLoop) -> tuple[dict[ImageState, Job], dict[ImageState, Job]]:
         """Return the running and the waiting images of a first loop, with their jobs.
 
-        Running images may be in any loop, if their first loop has the size of this one. Waiting images join this one.
+        Running images may be in any loop of the model, if their first loop has the size of this one. Waiting images
+        join this one.
         """
-        running = {image: job for image, (job, _) in self._running.items() if job.plan.first.loop[1:] == key[1:]}
-        return running, {image: job for job, image in self._waiting.get(key, ())}
+        running = {
+            image: job
+            for image, (job, _) in self._running.items()
+            if (first := first_loop(job)).runner is place.runner and first.size == place.size
+        }
+        return running, {image: job for job, image in self._waiting.get(place, ())}
 
     @property
-    def next_loop(self) -> LoopKey | None:
+    def next_loop(self) -> ModelLoop | None:
         """The loop whose turn it is, or None if no image is in flight."""
         return self._loops[0] if self._loops else None
 
@@ -98,7 +130,7 @@ class InFlight:
     def remove(self, job: Job) -> None:
         """Remove the images of a job, also from their loops."""
         for image in [image for image, running in self._running.items() if running.job is job]:
-            loop = self._model.loop(*self._running.pop(image).loop)
+            loop = self._running.pop(image).place.loop
             if image in loop.images:  # not if an error followed its last step
                 loop.remove(image)
         for waiting in self._waiting.values():
@@ -108,11 +140,14 @@ class InFlight:
 
     def drop_empty_loops(self) -> None:
         """End the turns of loops without images, and count the images of the others."""
-        for unet in self._unets:
-            count = sum(len(self._model.loop(*key).images) for key in self._loops if key[0] == unet)
+        counts = dict.fromkeys(self._counted, 0)
+        for place in self._loops:
+            counts[place.unet] = counts.get(place.unet, 0) + len(place.loop.images)
+        for unet, count in counts.items():
             metrics.ACTIVE.labels(unet).set(count)
-        self._loops = deque(key for key in self._loops if self._model.loop(*key).images or self._waiting.get(key))
+        self._counted = {unet for unet, count in counts.items() if count}
+        self._loops = deque(place for place in self._loops if place.loop.images or self._waiting.get(place))
 
-    def _take_turns(self, key: LoopKey) -> None:
-        if key not in self._loops:
-            self._loops.append(key)
+    def _take_turns(self, place: ModelLoop) -> None:
+        if place not in self._loops:
+            self._loops.append(place)

@@ -14,6 +14,7 @@ from model.pipeline.encoded_once import EncodedOnce
 if TYPE_CHECKING:  # a process without engines needs the results and events before torch is imported
     from model.denoising.loop import ImageState
     from model.pipeline.request_plan import RequestPlan
+    from model.pipeline.runner import Runner
 
 
 @dataclass(frozen=True)
@@ -79,15 +80,17 @@ class Job:
 
     def __init__(
         self,
+        runner: "Runner",
         plan: "RequestPlan",
         listener: Callable[[StepEvent | ImageEvent], None] | None,
         preview_every: int,
         indices: Collection[int] | None = None,
     ) -> None:
-        """`listener` is called on the threads that emit events. `preview_every`: steps between previews; 0: none.
+        """`runner`: of the model that generates the images. `listener` is called on the threads that emit events.
 
-        indices: the images of the request that are generated; None: all.
+        preview_every: steps between previews; 0: none. indices: the images of the request to generate; None: all.
         """
+        self.runner = runner
         self.result: Future[GenerationResult] = Future()
         self.planned: Future[None] = Future()
         self.planned.set_result(None)

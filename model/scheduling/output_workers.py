@@ -34,14 +34,12 @@ class OutputWorkers:
         self,
         on_image: Callable[[Job, int, Pixels], None],
         on_failure: Callable[[Job, Exception], None],
-        blanks_flagged: bool = False,
     ) -> None:
         """`on_image` is called after each image with its job, its index and its decoded pixels, `on_failure` with a job
         and its error.
 
-        Both run on these threads. `blanks_flagged`: images that the safety checker flagged are replaced by black ones.
+        Both run on these threads.
         """
-        self._blanks_flagged = blanks_flagged
         self._on_image = on_image
         self._on_failure = on_failure
         self._threads = ThreadPoolExecutor(THREADS, "preheat-encode")
@@ -86,7 +84,7 @@ class OutputWorkers:
             finished = finish(pixels, params)
             if flagged:
                 metrics.FLAGGED_IMAGES.inc()
-                if self._blanks_flagged:
+                if job.runner.model.blanks_flagged:
                     finished, warning = np.zeros_like(finished), _BLANKED.format(index=index)
             text = "" if params.metadata is None else metadata_text(params.metadata, params.seeds[index])
             data = encode_base64(finished, params.output_format, params.quality, text)

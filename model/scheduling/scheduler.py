@@ -3,8 +3,8 @@
 Between two steps images join loops, leave them (finished, cancelled) and are decoded. So a new request waits for one
 step and not for a batch. Images join in order of arrival as soon as their loop has room, each image of a request by
 itself; `model.scheduling.admission` limits how many run at once, and `model.scheduling.adapter_turns` decides which
-adapters do. Loops (one for each UNet and size) take turns of one step; `model.scheduling.in_flight` keeps their images.
-Each image's result is independent of the other images. This module decides; `model.pipeline.runner` executes.
+adapters do. Loops (one for each model, UNet and size) take turns of one step; `model.scheduling.in_flight` keeps their
+images. Each image's result is independent of the other images. This module decides; `model.pipeline.runner` executes.
 
 Other threads may call the methods that `Scheduler` lists. The rest runs on the scheduler's thread.
 """
@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,18 +25,18 @@ from typing import Any
 import torch
 
 from model import metrics
-from model.denoising.loop import ImageState, slots
+from model.adapters.library import AdapterLibrary
+from model.denoising.loop import ImageState, Loop, slots
 from model.denoising.step_plan import StepNeeds
 from model.errors import AdapterError, BrokenImage, PreheatError, Unavailable
 from model.images.encode import Pixels
-from model.pipeline.loaded_model import LoopKey
 from model.pipeline.params import GenerationParams
-from model.pipeline.preview import Preview, PreviewMap
+from model.pipeline.preview import Preview
 from model.pipeline.runner import Runner
 from model.scheduling.adapter_turns import AdapterTurns
 from model.scheduling.admission import joinings, may_join, shortens_mean_latency
 from model.scheduling.comparison import ImageComparison
-from model.scheduling.in_flight import InFlight
+from model.scheduling.in_flight import InFlight, ModelLoop, first_loop
 from model.scheduling.interface import check_queue
 from model.scheduling.job import ImageEvent, Job, StepEvent
 from model.scheduling.output_workers import OutputWorkers
@@ -64,22 +64,21 @@ class Scheduler:
 
     def __init__(
         self,
-        runner: Runner,
+        runners: Sequence[Runner],
         limits: Limits,
         on_device_failure: Callable[[], None],
         comparison: ImageComparison | None = None,
-        prepare: Callable[[], PreviewMap] | None = None,
+        prepare: Callable[[], None] | None = None,
     ) -> None:
         """Start the thread. `on_device_failure` is called once, when this process can no longer use the device.
 
-        `comparison`: compares images with fp16 while there is no other work. `prepare`: the first work of the thread,
-        the warm-up. It returns the map for previews; None: there are no previews.
+        `runners`: of each model, on one device. `comparison`: compares images with fp16 while there is no other work.
+        `prepare`: the first work of the thread, the warm-up.
         """
-        self.runner = runner
-        self.model = runner.model
+        self.runners = tuple(runners)
         self.limits = limits
+        self._device = runners[0].model.device
         self._on_device_failure = on_device_failure
-        self.preview_map: PreviewMap | None = None
         self.comparison = comparison
         self._wakeup = threading.Condition()  # guards the next eight attributes
         self._idle_work: Iterator[None] | None = None
@@ -91,16 +90,18 @@ class Scheduler:
         self._accepted: weakref.WeakSet[Job] = weakref.WeakSet()
         self._closed = False
         self._waiting: list[Job] = []  # jobs with images that have not joined, in order of arrival
-        self._in_flight = InFlight(self.model)
+        self._in_flight = InFlight()
         # By time.monotonic(): when the thread last started work (None while it waits), and when an image was finished.
         self._last_progress: float | None = None
         self._last_image: float | None = None
         self._seconds_per_image = 1.0  # moving average
-        self._turns = AdapterTurns(self.model, limits.lora_turn_seconds, self._count_merge)
-        if self.model.adapters is not None:
-            self.model.adapters.on_loaded = self._wake
-        self._workers = OutputWorkers(self._count_image, self._fail_from_worker, self.model.blanks_flagged)
-        self._prepared = self.call(lambda: self._prepare(prepare))
+        self._turns = {
+            runner: AdapterTurns(runner.model, limits.lora_turn_seconds, self._count_merge) for runner in runners
+        }
+        for library in self._libraries():
+            library.on_loaded = self._wake
+        self._workers = OutputWorkers(self._count_image, self._fail_from_worker)
+        self._prepared = self.call(prepare or (lambda: None))
         self._thread = threading.Thread(target=self._run, name="preheat-worker", daemon=True)
         self._thread.start()
 
@@ -120,8 +121,9 @@ class Scheduler:
         listener: Callable[[StepEvent | ImageEvent], None] | None = None,
         preview_every: int = 0,
         indices: Collection[int] | None = None,
+        model: int = 0,
     ) -> Job:
-        """Accept a request. `indices`: the images of it to generate; None: all.
+        """Accept a request. `indices`: the images of it to generate; None: all. `model`: the index of its runner.
 
         Raises Overloaded if the queue has no room, Unavailable after a device failure, RequestRefused for a request
         that cannot be planned.
@@ -131,7 +133,8 @@ class Scheduler:
             self.check_acceptable(count)
             self._queued_images += count
         try:
-            job = Job(self.runner.plan(params), listener, preview_every, indices)
+            runner = self.runners[model]
+            job = Job(runner, runner.plan(params), listener, preview_every, indices)
         except BaseException:
             self._leave_queue(count)
             raise
@@ -210,8 +213,8 @@ class Scheduler:
             self._wakeup.notify()
         self._thread.join()
         self._workers.close()
-        if self.model.adapters is not None:
-            self.model.adapters.close()
+        for library in self._libraries():
+            library.close()
         self._drain_inbox()  # jobs and calls that arrived meanwhile, also from the workers
         for job in self._unfinished_jobs():
             job.fail(Unavailable(self._failure))
@@ -226,7 +229,7 @@ class Scheduler:
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        if self.model.device.type == "cpu":
+        if self._device.type == "cpu":
             # On a CPU this thread and OpenMP's are the device; threads that answer requests have priority.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _CPU_NICENESS)
         with torch.inference_mode():
@@ -237,14 +240,13 @@ class Scheduler:
                     if self._idle_work_overdue() and not self._in_flight:
                         self._advance_overdue_work()
                     self._admit()
-                    if (key := self._in_flight.next_loop) is not None:
-                        self._step(key)
+                    if (place := self._in_flight.next_loop) is not None:
+                        self._step(place)
                 except Exception as error:
                     self._fail(self._unfinished_jobs(), error)
 
-    def _prepare(self, prepare: Callable[[], PreviewMap] | None) -> None:
-        if prepare is not None:
-            self.preview_map = prepare()
+    def _libraries(self) -> list[AdapterLibrary]:
+        return [runner.model.adapters for runner in self.runners if runner.model.adapters is not None]
 
     def _drain_inbox(self) -> None:
         """Queue new jobs and run calls. Wait for them if there is nothing else to do, with work of `when_idle`."""
@@ -285,7 +287,7 @@ class Scheduler:
 
     def _can_admit(self) -> bool:
         """True if a job waits for more than its adapters."""
-        return bool(self._waiting) and not self._turns.blocked
+        return any(not self._turns[job.runner].blocked for job in self._waiting)
 
     def _advance_idle_work(self, work: Iterator[None]) -> None:
         """Run one part of the work of `when_idle`, or of a comparison. Called with the lock, which is released
@@ -328,62 +330,66 @@ class Scheduler:
     def _admit(self) -> None:
         """Add images to loops: first those between two loops, which are half done, then those of the queue in order of
         arrival."""
-        for key, job, image in self._in_flight.take_waiting():
+        for place, job, image in self._in_flight.take_waiting():
             try:
-                self._in_flight.start(key, job, image)
+                self._in_flight.start(place, job, image)
             except Exception as error:
                 self._fail({job}, error)
         if self._idle_work_overdue():
             return
-        while (failed := self._turns.update(self._waiting, bool(self._in_flight))) is not None:
-            self._fail({failed[0]}, failed[1])
-        images_ahead, full_loops = 0, set()
+        for runner, turns in self._turns.items():
+            while (failed := turns.update(self._waiting_for(runner), self._in_flight.of(runner))) is not None:
+                self._fail({failed[0]}, failed[1])
+        images_ahead, full_loops = 0, set[ModelLoop]()
         for job in list(self._waiting):
             job.images_ahead = images_ahead
             images_ahead += len(job.waiting_images)
-            key = job.plan.first.loop
-            if key in full_loops or not self._turns.admits(job):
+            place = first_loop(job)
+            if place in full_loops or not self._turns[job.runner].admits(job):
                 continue
             sizes = self._in_flight.sizes
-            if key[1:] not in sizes and len(sizes) >= self.limits.sizes_at_once:
+            if place.size not in sizes and len(sizes) >= self.limits.sizes_at_once:
                 break  # a new size waits for a free size slot, in order of arrival: later jobs could starve it
             try:
-                self._admit_job(job, key)
+                self._admit_job(job, place)
             except Exception as error:
                 self._fail({job}, error)
             if not job.done and job.waiting_images:
-                full_loops.add(key)
+                full_loops.add(place)
         self._waiting = [job for job in self._waiting if not job.done and job.waiting_images]
 
-    def _admit_job(self, job: Job, key: LoopKey) -> None:
+    def _waiting_for(self, runner: Runner) -> list[Job]:
+        return [job for job in self._waiting if job.runner is runner]
+
+    def _admit_job(self, job: Job, place: ModelLoop) -> None:
         """Add as many images of a job as may join."""
-        while job.waiting_images and self._may_join(job, key):
+        while job.waiting_images and self._may_join(job, place):
             is_first = not job.joined_count
             if is_first:
                 job.end_stage("queue")
                 metrics.QUEUE_WAIT.observe(job.seconds_queued())
-            loop = self.runner.advance(job.plan, job.waiting_images[0], job.encoded)
+            key = job.runner.advance(job.plan, job.waiting_images[0], job.encoded)
             if is_first:
-                job.end_stage(self.runner.stages[0].timing)
+                job.end_stage(job.runner.stages[0].timing)
             image = job.waiting_images.popleft()
             job.images_ahead = 0
             self._leave_queue(1)
-            if loop is None:
+            if key is None:
                 self._workers.submit_image(job, image)
             elif self._in_flight.in_loops and not image.inputs_ready:
-                self._in_flight.wait(loop, job, image)
+                self._in_flight.wait(ModelLoop(job.runner, key), job, image)
             else:
-                self._in_flight.start(loop, job, image)
+                self._in_flight.start(ModelLoop(job.runner, key), job, image)
 
-    def _may_join(self, job: Job, key: LoopKey) -> bool:
+    def _may_join(self, job: Job, place: ModelLoop) -> bool:
         """True if the first loop of this job can admit one more image of it.
 
         Admission is limited to what saves seconds, with two exceptions. Further images of an admitted
         job may join, because it is answered when all are done. So may images of short jobs. Images that have moved to a
         further loop, or that wait to join this one, count as running.
         """
-        loop, needed = self.model.loop(*key), job.plan.first_needs.slots
-        running, joining = self._in_flight.started_with(key)
+        loop, needed = place.loop, job.plan.first_needs.slots
+        running, joining = self._in_flight.started_with(place)
         running |= joining
         taken = slots([*loop.images, *joining])
         if taken + needed > loop.capacity and (joining or loop.images):
@@ -397,7 +403,7 @@ class Scheduler:
         same_loop = [
             other
             for other in self._waiting
-            if other.plan.first.loop == key and other.plan.adapters.merged == job.plan.adapters.merged
+            if first_loop(other) == place and other.plan.adapters.merged == job.plan.adapters.merged
         ]
         same_loop.sort(key=lambda other: other is not job)
         waiting = [other.plan.first_needs for other in same_loop for _ in other.waiting_images]
@@ -405,7 +411,7 @@ class Scheduler:
         count = sum(one <= loop.capacity for one in room) - 1
         now = [
             image.now if image in loop.images
-            else owner.plan.first_needs if owner.plan.first.loop == key
+            else owner.plan.first_needs if first_loop(owner) == place
             else StepNeeds(image.now.entries, image.now.slots)  # another UNet has other features
             for image, owner in running.items()
         ]  # fmt: skip
@@ -419,8 +425,8 @@ class Scheduler:
             self._queued_images -= images
             metrics.QUEUE.set(self._queued_images)
 
-    def _step(self, key: LoopKey) -> None:
-        component, loop = key[0], self.model.loop(*key)
+    def _step(self, place: ModelLoop) -> None:
+        component, loop = place.unet, place.loop
         jobs = {image: self._in_flight.job_of(image) for image in loop.images}
         if not jobs:  # all of its images are still being encoded
             self._in_flight.end_turn()
@@ -440,7 +446,7 @@ class Scheduler:
             if job.done:
                 continue
             try:
-                self._emit_progress(key, job, image, image in finished)
+                self._emit_progress(loop, job, image, image in finished)
                 if image in finished:
                     self._finish_loop(job, image)
             except Exception as error:
@@ -448,25 +454,26 @@ class Scheduler:
         self._in_flight.end_turn()
         self._in_flight.drop_empty_loops()
 
-    def _emit_progress(self, key: LoopKey, job: Job, image: ImageState, finished: bool) -> None:
+    def _emit_progress(self, loop: Loop, job: Job, image: ImageState, finished: bool) -> None:
         job.steps_done += image.plan.steps_of(image.step - 1)
         if job.listener is None:
             return
         done = job.steps_done
-        if finished or self.preview_map is None or not job.takes_preview(image):
+        preview_map = job.runner.preview_map
+        if finished or preview_map is None or not job.takes_preview(image):
             job.report_step(done)
             return
-        preview = Preview(self.preview_map, self.model.loop(*key).latents(image))
+        preview = Preview(preview_map, loop.latents(image))
         self._workers.submit_preview(job, done, image.index, preview)
 
     def _finish_loop(self, job: Job, image: ImageState) -> None:
         """Pass an image whose steps in a loop are done to its next loop, or to the output workers."""
-        job.end_stage(self.runner.current_timing(image))
-        key = self.runner.advance(job.plan, image, job.encoded)
+        job.end_stage(job.runner.current_timing(image))
+        key = job.runner.advance(job.plan, image, job.encoded)
         if key is None:
             self._workers.submit_image(job, image)
             return
-        self._in_flight.wait(key, job, image)
+        self._in_flight.wait(ModelLoop(job.runner, key), job, image)
 
     def _free(self, job: Job) -> None:
         """Remove a job from the queue, its images in flight, and what was encoded for them."""
@@ -497,9 +504,9 @@ class Scheduler:
     def _check_device(self, error: Exception) -> None:
         """Set `_failure` if the GPU has failed: a CUDA error lasts until its process ends."""
         cause: Exception = error
-        if self.model.device.type == "cuda":
+        if self._device.type == "cuda":
             try:
-                torch.cuda.synchronize(self.model.device)
+                torch.cuda.synchronize(self._device)
             except Exception as device_error:
                 cause = device_error
         if isinstance(cause, torch.AcceleratorError):
@@ -514,15 +521,15 @@ class Scheduler:
     def _count_merge(self, seconds: float) -> None:
         metrics.ADAPTER_MERGES.inc()
         metrics.ADAPTER_MERGE_SECONDS.observe(seconds)
-        if self.model.adapters is not None:
-            metrics.ADAPTERS_CACHED.set(self.model.adapters.cached_count)
+        metrics.ADAPTERS_CACHED.set(sum(library.cached_count for library in self._libraries()))
 
     # -- callbacks of the output workers ------------------------------------------------------------------------------
 
     def _count_image(self, job: Job, index: int, pixels: Pixels) -> None:
         metrics.IMAGES.labels(job.params.task).inc()
         metrics.IMAGE_EVALUATIONS.observe(job.plan.evaluations)
-        if self.comparison is not None and self.comparison.offer(job.params, index, pixels):
+        comparison = self.comparison if self.comparison and self.comparison.model is job.runner.model else None
+        if comparison is not None and comparison.offer(job.params, index, pixels):
             with self._wakeup:
                 self._wakeup.notify()
         now, last = time.monotonic(), self._last_image

@@ -34,7 +34,7 @@ def serve_in_process(
     loaded: Loaded, limits: Limits | None = None, log_prompts: bool = False, stages: Sequence[Stage] = STAGES
 ) -> Iterator[httpx.Client]:
     """Return a client of a server of this release."""
-    scheduler = Scheduler(Runner(loaded.model, stages), limits or Limits(), lambda: None)
+    scheduler = Scheduler([Runner(loaded.model, stages)], limits or Limits(), lambda: None)
     service = Service(loaded.summary, scheduler, ColdStart(), log_prompts)
 
     async def predict(http: Request) -> Response:

@@ -32,7 +32,7 @@ def results(*jobs: Job) -> list[GenerationResult]:
 
 def served_together(model: LoadedModel, requests: Sequence[GenerationParams]) -> list[GenerationResult]:
     """Return the results of requests that arrive in one round."""
-    scheduler = Scheduler(Runner(model), Limits(), lambda: None)
+    scheduler = Scheduler([Runner(model)], Limits(), lambda: None)
     with paused(scheduler):
         jobs = [scheduler.submit(params) for params in requests]
     finished = results(*jobs)

@@ -243,7 +243,7 @@ def serving(model: LoadedModel | None = None, deadline_seconds: float = 300.0) -
     sizes = SizeList(((64, 64),))
     served = ServedModel(64, 64, sizes, True, Defaults(num_inference_steps=2), image_sizes=sizes)
     model = model or linear_model()
-    scheduler = Scheduler(Runner(model), Limits(deadline_seconds=deadline_seconds), lambda: None)
+    scheduler = Scheduler([Runner(model)], Limits(deadline_seconds=deadline_seconds), lambda: None)
     loaded = Loaded(model, served, "linear/1", "cpu", "aot_inductor", 0)
     yield Service(loaded.summary, scheduler, ColdStart(), False), scheduler
     scheduler.close()
@@ -343,9 +343,9 @@ class SlowReader:
     def __init__(self, service: Service, scheduler: Scheduler) -> None:
         self.begun, self.finish, self.idle = threading.Event(), threading.Event(), threading.Event()
         self.left = asyncio.Event()
-        self._service, self._plan = service, scheduler.runner.plan
+        self._service, self._plan = service, scheduler.runners[0].plan
         scheduler.call(lambda: self.idle.wait(READY_SECONDS))
-        scheduler.runner.plan = self._read  # type: ignore[method-assign]
+        scheduler.runners[0].plan = self._read  # type: ignore[method-assign]
 
     def _read(self, params: GenerationParams) -> RequestPlan:
         self.begun.set()

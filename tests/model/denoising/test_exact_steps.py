@@ -146,7 +146,7 @@ def test_server_goes_on_after_one_step_failed(model: LoadedModel) -> None:
     outer, inner = Stub(spec.UNET, signature), Stub(spec.UNET, signature)
     model.engines[spec.UNET], model.quantized = EngineSet([inner]), frozenset({spec.UNET})
     model.fp16_engines, model.fp16_steps = {spec.UNET: EngineSet([outer])}, Fp16Steps(first=1)
-    scheduler = Scheduler(Runner(model), Limits(), lambda: None)
+    scheduler = Scheduler([Runner(model)], Limits(), lambda: None)
     try:
         inner.fails = torch.OutOfMemoryError("once")
         with pytest.raises(torch.OutOfMemoryError):

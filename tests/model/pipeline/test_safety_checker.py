@@ -209,7 +209,7 @@ def test_refuses_previews_of_unchecked_images(
 
 def test_flag_changes_no_image(checked_store: WritableStore, flagged: list[bool], plain: list[Pixels]) -> None:
     loaded = load(checked_store, "checked/1", safety="flag")
-    scheduler = Scheduler(Runner(loaded.model), Limits(), lambda: None)
+    scheduler = Scheduler([Runner(loaded.model)], Limits(), lambda: None)
     result = scheduler.submit(params_of(loaded, **FIELDS)).result.result()
     scheduler.close()
     assert result.flagged == flagged and not result.warnings

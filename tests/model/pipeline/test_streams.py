@@ -17,7 +17,7 @@ from model.pipeline import spec
 from model.pipeline.components import COMPONENTS
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import Mask
-from model.pipeline.preview import PreviewMap, fit_preview_map
+from model.pipeline.preview import fit_preview_map
 from model.pipeline.runner import Runner
 from model.pipeline.text_to_image import generate, run_stages
 from model.scheduling.scheduler import Scheduler
@@ -65,13 +65,13 @@ MIX = [
 @contextmanager
 def checked_scheduler(model: LoadedModel, streams: Streams, previews: bool = False) -> Iterator[Scheduler]:
     """A scheduler whose thread is checked for races. `previews`: of images of 96x64 pixels."""
-    watch = ExitStack()
+    watch, runner = ExitStack(), Runner(model)
 
-    def fit() -> PreviewMap:
+    def fit() -> None:
         watch.enter_context(streams.checking())
-        return fit_preview_map(model, 64, 96)
+        runner.preview_map = fit_preview_map(model, 64, 96)
 
-    scheduler = Scheduler(Runner(model), Limits(), lambda: None, prepare=fit if previews else None)
+    scheduler = Scheduler([runner], Limits(), lambda: None, prepare=fit if previews else None)
     if not previews:
         scheduler.call(lambda: watch.enter_context(streams.checking())).result(TIMEOUT_SECONDS)
     scheduler.wait_ready()

@@ -114,7 +114,7 @@ ERROR_SECONDS = 10.0  # in which the end of a rank must be answered
 def test_the_end_of_a_rank_is_answered(store: WritableStore, release: str) -> None:
     failures: list[str] = []
     with ranked(store, release, 2) as (loaded, followers):
-        scheduler = Scheduler(Runner(loaded.model), Limits(), lambda: failures.append("called"))
+        scheduler = Scheduler([Runner(loaded.model)], Limits(), lambda: failures.append("called"))
         followers.watch(scheduler.abandon)
         running: Future[GenerationResult] = scheduler.submit(params(loaded, num_inference_steps=100)).result
         queued = scheduler.submit(params(loaded, width=96)).result
@@ -137,7 +137,7 @@ def test_a_failed_step_of_rank_0_is_answered(
     """The other ranks wait for its share of the batch. A later call would otherwise meet that of the failed step."""
     failures: list[str] = []
     with ranked(store, release, 2) as (loaded, followers):
-        scheduler = Scheduler(Runner(loaded.model), Limits(), lambda: failures.append("called"))
+        scheduler = Scheduler([Runner(loaded.model)], Limits(), lambda: failures.append("called"))
         followers.watch(scheduler.abandon)
         scheduler.submit(params(loaded)).result.result(ERROR_SECONDS)
 

@@ -1,7 +1,6 @@
 """A scheduler on linear networks. The fixture `gate` holds each denoising step until the test allows the step."""
 
 from collections.abc import Iterator
-from functools import partial
 
 import pytest
 
@@ -52,8 +51,12 @@ def scheduler(
     comparison: ImageComparison | None,
     previews: bool,
 ) -> Iterator[Scheduler]:
-    prepare = partial(fit_preview_map, model, 64, 96) if previews else None
-    scheduler = Scheduler(Runner(model), limits, lambda: device_failures.append("called"), comparison, prepare)
+    runner = Runner(model)
+
+    def prepare() -> None:
+        runner.preview_map = fit_preview_map(model, 64, 96) if previews else None
+
+    scheduler = Scheduler([runner], limits, lambda: device_failures.append("called"), comparison, prepare)
     scheduler.wait_ready()
     yield scheduler
     scheduler.close()

@@ -77,7 +77,7 @@ def test_equal_adapters_share_a_batch_and_others_wait(gate: Gate, scheduler: Sch
 def test_turn_ends_for_waiting_requests(limits: Limits, gate: Gate, scheduler: Scheduler) -> None:
     """After its turn no further request with the merged set is admitted, before that all are."""
     gate.limit_batch(capacity=8, efficient=8)
-    scheduler.model.use_adapters(A)
+    scheduler.runners[0].model.use_adapters(A)
     jobs = [scheduler.submit(params(0, loras=A))]
     gate.run(1)
     jobs += [scheduler.submit(params(seed, loras=loras)) for seed, loras in ((1, B), (2, A))]
@@ -164,7 +164,7 @@ def small_cache(tmp_path: Path) -> Iterator[AdapterModel]:
 
 def test_least_recently_used_adapter_leaves_the_device(small_cache: AdapterModel) -> None:
     library, blobs = small_cache.library, small_cache.blobs
-    scheduler = Scheduler(Runner(small_cache.model), Limits(), lambda: None)
+    scheduler = Scheduler([Runner(small_cache.model)], Limits(), lambda: None)
     for loras in (A, B, A, C, A, B):
         results(scheduler.submit(params(0, loras=loras)))
     scheduler.close()

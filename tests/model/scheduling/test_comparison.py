@@ -250,7 +250,7 @@ def test_overdue_work_runs_between_images(gate: Gate, scheduler: Scheduler, monk
 
     def work() -> Iterator[None]:
         for _ in range(2):
-            assert not any(loop.images for loop in scheduler.model.loops.values())
+            assert not any(loop.images for loop in scheduler.runners[0].model.loops.values())
             parts.append(gate.order)
             yield
 

@@ -12,7 +12,6 @@ from model.denoising.loop import ImageState
 from model.errors import BrokenImage, Cancelled, EngineError, OutOfDeviceMemory, Unavailable
 from model.pipeline import spec
 from model.pipeline.loaded_model import LoadedModel
-from model.pipeline.preview import PreviewMap
 from model.pipeline.runner import Runner
 from model.pipeline.text_to_image import generate
 from model.scheduling.job import ImageEvent, StepEvent
@@ -65,7 +64,7 @@ def test_cancellation_removes_all_images_of_a_request(gate: Gate, scheduler: Sch
     with pytest.raises(Cancelled):
         results(cancelled)
     settle(scheduler)
-    assert all(not loop.images for loop in scheduler.model.loops.values())
+    assert all(not loop.images for loop in scheduler.runners[0].model.loops.values())
     gate.steps.clear()
     results(scheduler.submit(params(9)))
     assert gate.seeds == [[9]] * 4, "a loop without images still takes steps"
@@ -212,10 +211,10 @@ def test_closed_scheduler_answers_accepted_requests(gate: Gate, scheduler: Sched
 
 
 def test_failed_warm_up_closes_the_scheduler(model: LoadedModel) -> None:
-    def fail() -> PreviewMap:
+    def fail() -> None:
         raise OutOfDeviceMemory("The release does not fit.")
 
-    scheduler = Scheduler(Runner(model), Limits(), lambda: None, prepare=fail)
+    scheduler = Scheduler([Runner(model)], Limits(), lambda: None, prepare=fail)
     with pytest.raises(OutOfDeviceMemory, match="does not fit"):
         scheduler.wait_ready()
     assert not scheduler.healthy()
@@ -227,11 +226,11 @@ def test_abandon_answers_during_the_warm_up(model: LoadedModel, device_failures:
     """With ranks, the warm-up hangs if one of them ends."""
     hangs = threading.Event()
 
-    def prepare() -> PreviewMap:
+    def prepare() -> None:
         assert hangs.wait(TIMEOUT_SECONDS)
         raise RuntimeError("The collective failed.")
 
-    scheduler = Scheduler(Runner(model), Limits(), lambda: device_failures.append("called"), prepare=prepare)
+    scheduler = Scheduler([Runner(model)], Limits(), lambda: device_failures.append("called"), prepare=prepare)
     waiting = scheduler.submit(params(1))
     scheduler.abandon("A rank has ended.")
     with pytest.raises(Unavailable, match="A rank has ended"):

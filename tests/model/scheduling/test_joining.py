@@ -132,7 +132,7 @@ def test_an_image_that_starts_in_the_refiner_ignores_what_others_need_of_the_bas
     base = model.loop(spec.UNET, HEIGHT, WIDTHS[1])
     assert isinstance(base, EagerLoop)
     monkeypatch.setitem(vars(base._denoiser), "kind", lambda needs: Kind(frozenset(), paired=needs.guided))
-    plan_request = scheduler.runner.plan
+    plan_request = scheduler.runners[0].plan
 
     def plan(asked: GenerationParams) -> RequestPlan:
         plan = plan_request(asked)
@@ -141,7 +141,7 @@ def test_an_image_that_starts_in_the_refiner_ignores_what_others_need_of_the_bas
             vars(first).update(needs=(frozenset({"lora"}),) * first.steps)
         return plan
 
-    monkeypatch.setattr(scheduler.runner, "plan", plan)
+    monkeypatch.setattr(scheduler.runners[0], "plan", plan)
     levels = np.zeros((HEIGHT, WIDTHS[1], 3), np.uint8)
     refined = params(1, use_refiner=True, image=levels, strength=0.25, num_inference_steps=12, denoising_frac=0.5)
     with paused(scheduler):

@@ -82,7 +82,7 @@ requests = st.fixed_dictionaries(
 def test_image_does_not_depend_on_the_batch(mix: list[dict[str, object]], loaded: Loaded) -> None:
     """On compiled engines, through queue, loops, refiner and decoder: at most 1/255 from the same request alone."""
     batch = [resolve(GenerationRequest.model_validate(request), loaded.served) for request in mix]
-    scheduler = Scheduler(Runner(loaded.model), Limits(), lambda: None)
+    scheduler = Scheduler([Runner(loaded.model)], Limits(), lambda: None)
     batched = results(*[scheduler.submit(request) for request in batch])
     for request, result in zip(batch, batched, strict=True):
         alone = scheduler.call(lambda request=request: generate(loaded.model, [request])[0]).result(TIMEOUT_SECONDS)
@@ -201,7 +201,8 @@ def test_nan_in_any_pass_is_an_error(decoding: int, model: LoadedModel, schedule
 
 
 def make_job() -> Job:
-    return Job(Runner(linear_model()).plan(PLAIN), None, 0)
+    runner = Runner(linear_model())
+    return Job(runner, runner.plan(PLAIN), None, 0)
 
 
 def test_time_of_each_pass_counts_for_its_stages(monkeypatch: pytest.MonkeyPatch) -> None:
