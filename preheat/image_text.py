@@ -96,6 +96,8 @@ def _from_a1111(text: str) -> tuple[Fields, list[str]]:
     _set_sampler(fields, notes, f"{settings.get('Sampler', '')} {'' if schedule == 'Automatic' else schedule}")
     if (skip := settings.pop("Clip skip", "1")) != "1":
         notes.append(f"Clip skip {skip} is left out: SDXL needs none, and Stable Diffusion 1 needs it less one.")
+    else:
+        fields["clip_skip"] = 0  # a release may have another default
     if left := [f"{name} {value}" for name, value in settings.items() if name not in (*_A1111, *_A1111_SILENT)]:
         notes.append(f"Not translated: {', '.join(left)}.")
     return fields, notes

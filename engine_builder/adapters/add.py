@@ -37,20 +37,23 @@ def add_adapter(
     release: str | None = None,
     key: Ed25519PrivateKey | None = None,
     warn: Callable[[str], None] = lambda _: None,
-    with_embeddings: bool = False,
+    add_embeddings: Callable[[AdapterFile], None] | None = None,
 ) -> tuple[AdapterRecord, str, bool]:
     """Add the adapter of a file under `name`. Returns its record, a release that it fits, and False if it existed.
 
     release: the release that it must fit; None: any of the store's. key: signs the record.
-    warn: receives sentences about what of the file is left out. with_embeddings: its embeddings are added elsewhere.
+    warn: receives sentences about what of the file is left out. add_embeddings: is called for a file that fits, before
+    the adapter is written; None: its embeddings are left out.
 
     Raises BadAdapter, AdapterExists for another adapter of that name, ReleaseNotFound, or StoreError.
     """
     adapter_key(name)  # refuses an unsafe name before the file is read
     file = open_adapter(path)
     fitting, layers, changes = _match(store, file, release)
-    for warning in (*file.warnings, *(() if with_embeddings else file.left_out)):
+    for warning in (*file.warnings, *(file.left_out if add_embeddings is None else ())):
         warn(warning)
+    if add_embeddings is not None:
+        add_embeddings(file)
     record = AdapterRecord(
         name=name,
         source=hashlib.sha256(file.data).hexdigest(),

@@ -13,8 +13,7 @@ import torch
 from engine_builder.adapters.bad_adapter import FORMATS, BadAdapter
 from engine_builder.adapters.options import Stated
 from model.adapters.changes import Change
-from model.store.adapter_forms import GAIN, MAGNITUDE, check_parts, stored_shape
-from model.store.adapter_record import MAX_RANK
+from model.store.adapter_forms import GAIN, MAGNITUDE, MAX_RANK, check_parts, stored_shape
 
 MAX_SCALE = 1e4  # of alpha / rank; trainers write at most some hundreds
 _ALPHA_TOLERANCE = 0.01  # between a tensor, which may be BF16, and PEFT's options
@@ -57,7 +56,12 @@ def _as_linear(matrix: torch.Tensor, shape: Shape) -> torch.Tensor:
 
 
 def _tucker(core: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the two factors of a Tucker decomposition. core: [rank, rank, ...]. down: [rank, in]. up: [rank, out]."""
+    """Return the two factors of a Tucker decomposition. core: [rank, rank, ...]. down: [rank, in]. up: [rank, out].
+
+    Raises ValueError for other shapes, before a product of them may take gigabytes.
+    """
+    if down.ndim != 2 or up.ndim != 2 or tuple(core.shape[:2]) != (len(up), len(down)) or max(core.shape) > MAX_RANK:
+        raise ValueError("the core does not fit the factors")
     return torch.einsum("ij...,jr->ir...", core.float(), down.float()), up.transpose(0, 1)
 
 
@@ -82,8 +86,10 @@ def _read_loha(tensors: Tensors, shape: Shape) -> tuple[dict[str, torch.Tensor],
 def _read_lokr(tensors: Tensors, shape: Shape) -> tuple[dict[str, torch.Tensor], int | None]:
     rank = None
     if (outer := tensors.get("lokr_w1")) is None:
-        outer = tensors["lokr_w1_a"].float() @ tensors["lokr_w1_b"].float()
-        rank = _rank(tensors["lokr_w1_b"])
+        left, right = tensors["lokr_w1_a"], tensors["lokr_w1_b"]
+        if left.ndim != 2 or right.ndim != 2 or shape[0] % left.shape[0] or shape[1] % right.shape[1]:
+            raise ValueError("the first matrix does not divide the layer")
+        outer, rank = left.float() @ right.float(), _rank(right)
     parts = {"1.full": outer}
     kernel = shape[2:]
     if (inner := tensors.get("lokr_w2")) is not None:
@@ -138,6 +144,8 @@ def find_algorithm(roles: Collection[str], where: str) -> Algorithm:
     if whole is not None:
         return whole
     if not fitting:
+        if set(roles) <= _WEIGHTS:
+            raise BadAdapter(f"{where} has no tensors of an algorithm, only {', '.join(sorted(roles))}.")
         titles = sorted({algorithm.title for algorithm in ALGORITHMS if algorithm.required & set(roles)})
         mixed = f" of {' and '.join(titles)}" if titles else ""
         raise BadAdapter(
@@ -157,10 +165,11 @@ def read_change(tensors: Tensors, shape: Shape, stated: Stated, where: str) -> C
     shape = stored_shape(shape)
     try:
         parts, rank = algorithm.read(tensors, shape)
-        if rank is not None and not 1 <= rank <= MAX_RANK:
-            raise BadAdapter(
-                f"{where} has rank {rank}, expected 1 to {MAX_RANK}.", "Train or resize it to a smaller rank."
-            )
+        for one in [] if rank is None else [rank, *(len(part) for name, part in parts.items() if "down" in name)]:
+            if not 1 <= one <= MAX_RANK:
+                raise BadAdapter(
+                    f"{where} has rank {one}, expected 1 to {MAX_RANK}.", "Train or resize it to a smaller rank."
+                )
         parts |= _magnitude(tensors, shape)
         check_parts(algorithm.form, shape, {name: tuple(part.shape) for name, part in parts.items()})
     except (ValueError, RuntimeError, IndexError) as error:  # torch raises RuntimeError for shapes that do not match
@@ -173,6 +182,8 @@ def read_change(tensors: Tensors, shape: Shape, stated: Stated, where: str) -> C
     if stated.is_decomposed and MAGNITUDE not in parts:
         raise BadAdapter(f"{where} has no magnitude, and PEFT's option use_dora is true.")
     check_finite(parts, where)
+    if rank is None and algorithm.form != "kronecker":
+        return Change(algorithm.form, parts, 1.0)
     return Change(algorithm.form, parts, _scale(tensors.get("alpha"), stated, rank, where))
 
 

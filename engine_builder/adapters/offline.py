@@ -44,7 +44,7 @@ class OfflineMerge:
             tensor = network.get_parameter(layer.tensor)
             own = tensor.float().clone()
             for changes, scale in self.adapters:
-                if name in changes:
+                if name in changes and scale:  # 0 leaves an adapter out, also a DoRA
                     tensor.copy_(tensor.float() + difference(changes[name].in_float(), scale, own).view(own.shape))
 
 

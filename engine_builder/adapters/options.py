@@ -46,6 +46,7 @@ adapter that it makes."""
 _DEFAULTS: tuple[object, ...] = (None, False, [], "none")  # of the options that make another kind of adapter
 # Values of `init_lora_weights` that leave the model's own weights as they are. Others are PiSSA, OLoRA and so on.
 _INITIALISATIONS: tuple[object, ...] = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+_MOST_RANK = 2**20  # of options; `read_change` has the limit of a change
 _KINDS = ("LORA", "LOHA", "LOKR")
 _DEFAULT_ALPHA = 8  # of their configs
 
@@ -191,7 +192,7 @@ def _match(
 
 def _stated(values: Mapping[str, Any], rank_key: str | None, alpha_key: str | None, where: str) -> Stated:
     rank = values.get("r") if rank_key is None else values["rank_pattern"][rank_key]
-    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int)):
+    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= _MOST_RANK):
         raise BadAdapter(f"{where} has an invalid rank in PEFT's options ({_shown(rank)}).")
     kinds = bool(values.get("use_rslora")), bool(values.get("use_dora"))
     if alpha_key is not None:

@@ -133,14 +133,17 @@ def _changes_of(
     module: str, tensors: dict[str, torch.Tensor], layers: Mapping[str, Layer], stated: Stated, where: str
 ) -> dict[str, Change]:
     """Return the changes that a module's tensors make, by layer: of its weight, of its bias. Raises BadAdapter."""
-    vectors = {end: tensors.pop(role) for role, end in VECTORS.items() if role in tensors}
+    ends = VECTORS | ({} if module in layers else {"diff": ".weight"})  # a norm may have a full difference
+    vectors: dict[str, torch.Tensor] = {}
+    for role in [role for role in ends if role in tensors]:
+        if ends[role] in vectors:
+            raise BadAdapter(f"{where} has two differences of its {ends[role][1:]}.")
+        vectors[ends[role]] = tensors.pop(role)
     bias = tensors.pop(OUTPUT_BIAS, None)
-    if module not in layers and "diff" in tensors:
-        vectors[".weight"] = tensors.pop("diff")  # of a norm
     changes: dict[str, Change] = {}
     if tensors and module not in layers:
         raise BadAdapter(f"{where} is a norm, and has tensors of a linear: {', '.join(sorted(tensors))}.")
-    if tensors.keys() - {"alpha"}:
+    if tensors:
         changes[module] = read_change(tensors, layers[module].shape, stated, where)
     elif bias is not None:
         raise BadAdapter(f"{where} has a bias of a LoRA, and no LoRA.")

@@ -207,22 +207,24 @@ def _usual_names(tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
 
     A UNet alone, as ComfyUI saves it, has no prefix; it gets the usual one.
     """
-    first = next((name for name in tensors if name.endswith(UNET_PREFIX + _FIRST_CONVOLUTION)), "")
-    if not first and any(name.startswith(_EMA_PREFIX) for name in tensors):
-        return {_with_dots(name): name for name in tensors}
+    own_names = {name: name for name in tensors}
+    if not any(name.endswith(UNET_PREFIX + _FIRST_CONVOLUTION) for name in tensors):
+        own_names = {_with_dots(name): name for name in tensors}
+    first = next((name for name in own_names if name.endswith(UNET_PREFIX + _FIRST_CONVOLUTION)), "")
     wrapper = first.removesuffix(UNET_PREFIX + _FIRST_CONVOLUTION)
     if not first:
         for prefix in ("diffusion_model.", ""):
             if prefix + _FIRST_CONVOLUTION in tensors:
                 return {UNET_PREFIX + name.removeprefix(prefix): name for name in tensors}
-    usual = {name.removeprefix(wrapper): name for name in tensors}
+    usual = {name.removeprefix(wrapper): own for name, own in own_names.items()}
     return {_OLD_CLIP.sub("cond_stage_model.transformer.text_model.", name): own for name, own in usual.items()}
 
 
 def _with_dots(name: str) -> str:
     """Return the usual name of an averaged weight, or another name as it is."""
-    parts = _EMA_PARTS.findall(name.removeprefix(_EMA_PREFIX)) if name.startswith(_EMA_PREFIX) else []
-    return UNET_PREFIX + ".".join(parts) if _EMA_PREFIX + "".join(parts) == name else name
+    wrapper, _, flat = name.partition(_EMA_PREFIX)
+    parts = _EMA_PARTS.findall(flat)
+    return f"{wrapper}{UNET_PREFIX}{'.'.join(parts)}" if flat and "".join(parts) == flat else name
 
 
 def _family(header: Header, context: int | None) -> SingleFileFamily:

@@ -41,6 +41,9 @@ def add_embeddings(
 
     Returns what `write_once` returns. Raises BadEmbedding, ReleaseNotFound, ReleaseExists, CorruptBlob or StoreError.
     """
+    for token in embeddings:
+        if not re.fullmatch(EMBEDDING_TOKEN, token):
+            raise BadEmbedding(f"{token!r:.100} is not a token: it has spaces, or is too long.", _TOKEN_REMEDY)
     manifest = store.read_release(release)
     # Tokenizer -> the text encoders that read its ids; the first belongs to the base.
     encoders: dict[str, list[str]] = {}

@@ -6,7 +6,6 @@ A number is for all layers of a component, of a side or of a block. A list has a
 and the resnet before it; the first is also for the block's sampler. What is not named has scale 1.
 """
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -69,6 +68,8 @@ def _of_side(side: str, scales: object, blocks: Blocks | None) -> Iterator[tuple
         return
     if side == "mid" or not isinstance(scales, Mapping):
         raise ValueError(f"{where} expects {_EXPECTED}{'' if side == 'mid' else ', or scales by block'}")
+    if not scales:
+        raise ValueError(f"{where} is empty: name a block, or leave it out")
     own = {name: count for name, count in (blocks or {}).items() if name.startswith(f"{side}.")}
     for block, of_block in scales.items():
         match = _BLOCK.fullmatch(block) if isinstance(block, str) else None
@@ -100,4 +101,4 @@ def _known(value: Mapping[str, Any], names: tuple[str, ...], where: str) -> list
 
 def _is_scale(value: object) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and math.isfinite(value) and abs(value) <= MAX_LORA_SCALE  # type: ignore[arg-type]
+    return is_number and -MAX_LORA_SCALE <= value <= MAX_LORA_SCALE  # type: ignore[operator]

@@ -19,7 +19,7 @@ from model.adapters.layers import AdapterSet, Layer, Scale
 from model.adapters.merge import AdaptableWeights
 from model.adapters.packing import Packing, can_pack
 from model.errors import AdapterError, PreheatError
-from model.store.adapter_forms import element_count
+from model.store.adapter_forms import element_count, stored_shape
 from model.store.adapter_record import AdapterRecord
 from model.store.store import Store
 from model.weights.stream import stream_weights
@@ -189,8 +189,7 @@ def check_fit(record: AdapterRecord, layers: Mapping[str, Layer], release: str) 
     fitting = []
     for name, entry in record.layers.items():
         layer = layers.get(name)
-        kernel = entry.shape[2:] if layer is None or len(entry.shape) > 2 else layer.shape[2:]
-        if layer is None or (*entry.shape[:2], *kernel) != layer.shape:
+        if layer is None or stored_shape(entry.shape) != stored_shape(layer.shape):
             has = "no such layer" if layer is None else f"{list(layer.shape)}"
             raise AdapterError(
                 f"Adapter {record.name} does not fit release {release}: it changes {name} of the shape "

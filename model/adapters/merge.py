@@ -98,6 +98,7 @@ class AdaptableWeights:
         self._changed |= needed  # the next merge writes all of them, also if an error ends this one
         for name in self._changed:
             changes = [(of[name], scale_of(scale, name)) for of, scale in adapters if name in of]
+            changes = [(change, scale) for change, scale in changes if scale]  # 0 leaves an adapter out, also a DoRA
             for region in self._regions.get(name, ()):
                 _write(region, changes)
         self._changed = needed

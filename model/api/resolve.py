@@ -148,7 +148,7 @@ def _resolve_loras(request: GenerationRequest, served: ServedModel, use_refiner:
         raise RequestRefused(
             "use_refiner", "true is not accepted with `loras`, which change only the base model. Set false."
         )
-    return tuple(sorted((name, scale) for name, scale in scales.items() if scale))
+    return tuple(sorted((name, scale) for name, scale in scales.items() if scale != 0))
 
 
 def _step_count(request: GenerationRequest, default: int) -> int:

@@ -14,6 +14,7 @@ Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
 FormName = Literal["matrix", "hadamard", "kronecker", "gain"]
 MAGNITUDE, GAIN = "magnitude", "gain"
+MAX_RANK = 1024
 FACTORS = frozenset({"down", "up"})
 """The parts of a plain LoRA."""
 
@@ -76,7 +77,7 @@ def _matrix_shape(parts: Shapes, prefix: str) -> Shape | None:
     full, down, up = (parts.get(prefix + role) for role in ("full", "down", "up"))
     if full is not None:
         return full if down is None and up is None else None
-    if down is None or up is None or len(down) < 2 or len(up) != 2 or down[0] != up[1]:
+    if down is None or up is None or len(down) < 2 or len(up) != 2 or not down[0] == up[1] <= MAX_RANK:
         return None
     return (up[0], *down[1:])
 

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, StringConstraints, ValidationError, model_validator
 
 from model.errors import AdapterError
-from model.store.adapter_forms import FACTORS, FormName, Shapes, check_parts
+from model.store.adapter_forms import FACTORS, MAX_RANK, FormName, Shapes, check_parts
 from model.store.manifest import (
     BLOB_LIMIT,
     SIGNED_ADAPTER_PREFIX,
@@ -23,7 +23,6 @@ from model.store.manifest import (
 )
 from model.store.manifest_json import printable, problem, refuse_repeated_keys
 
-MAX_RANK = 1024
 MAX_LAYERS = 8192  # SDXL has some 1,100 layers, and with biases and norms 2,900 tensors, that adapters change
 ADAPTER_LIMIT = 2**22  # bytes of a record; one of SDXL has some 150 KiB, and some 1 MiB with parts
 _FIRST_MAX_RANK = 128  # of schema 1, whose layers are LoRAs

@@ -134,25 +134,31 @@ def add_lora(
 ) -> None:
     """Add an adapter to a store, for all releases of its architecture: LoRA, LoHa, LoKr, DoRA. It is written once."""
     from engine_builder.adapters.add import add_adapter
-    from engine_builder.adapters.read import open_adapter
+    from engine_builder.adapters.read import AdapterFile
     from engine_builder.embeddings.add import add_embeddings
 
     private_key = _read_key(sign)
     opened_store = open_cli_store(store, cache_dir)
-    bundled = open_adapter(path).embeddings if embeddings is not None else {}
-    if embeddings is not None and not bundled:
-        raise typer.BadParameter(f"{path} has no embeddings", param_hint="--embeddings")
+    published: list[str] = []
+
+    def add_bundled(file: AdapterFile) -> None:
+        if not file.embeddings:
+            raise typer.BadParameter(f"{path} has no embeddings", param_hint="--embeddings")
+        assert embeddings is not None
+        manifest, is_new = add_embeddings(opened_store, embeddings, file.embeddings, private_key)
+        published.append(f"{_published(manifest, is_new)} with {plain(', '.join(file.embeddings))}.")
+
     with activity(f"Adding {path}"):
         record, fitting, is_new = add_adapter(
-            opened_store, name, path, release or embeddings, private_key, print_warning, bool(bundled)
-        )
+            opened_store, name, path, release or embeddings, private_key, print_warning,
+            None if embeddings is None else add_bundled,
+        )  # fmt: skip
+    for line in published:
+        say(line)
     say(
         f"{'Added' if is_new else 'Unchanged:'} [bold]{plain(name)}[/], {plain(_describe_adapter(record))}. "
         f"It fits {plain(fitting)}."
     )
-    if embeddings is not None:
-        manifest, is_new = add_embeddings(opened_store, embeddings, bundled, private_key)
-        say(f"{_published(manifest, is_new)} with {plain(', '.join(bundled))}.")
 
 
 def add_embedding(

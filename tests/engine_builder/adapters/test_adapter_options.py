@@ -203,6 +203,7 @@ REFUSED: list[tuple[Options, str]] = [
     ({"r": 8}, "has rank 4, and PEFT's options state 8"),
     ({"rank_pattern": {"to_q": 3}}, "to_q has rank 4, and PEFT's options state 3"),
     ({"rank_pattern": {"to_q": True}}, "to_q has an invalid rank in PEFT's options"),
+    ({"r": 10**400}, "to_q has an invalid rank in PEFT's options"),
     ({"lora_alpha": "8"}, "has an invalid alpha .8."),
     ({"lora_alpha": None}, "has an invalid alpha .None."),
     ({"lora_alpha": 1e9}, "has an invalid alpha"),

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -117,7 +118,7 @@ REFUSED: dict[str, tuple[str, Change | None, str]] = {
     "integers": (".lora_up.weight", lambda t: t.to(torch.int8), "is I8, expected F16, BF16, F32 or F64"),
 }
 REFUSED_KEYS = {
-    "lora_unet_conv_in.dora_scale": "conv_in has tensors that no algorithm has together: dora_scale",
+    "lora_unet_conv_in.dora_scale": "conv_in has no tensors of an algorithm, only dora_scale",
     "lora_unet_conv_in.hada_w1_a": "conv_in has no 'hada_w1_b' tensor",
     "lora_unet_conv_in.lokr_w1": "conv_in has no 'lokr_w2' tensor",
     "lora_unet_conv_in.lora_mid.weight": "conv_in has tensors that no algorithm has together: mid",
@@ -127,6 +128,7 @@ REFUSED_KEYS = {
     "lora_unet_conv_in.w_norm": "has a difference of its weight, and this model's layer has none",
     "lora_unet_conv_norm_out.lora_up.weight": "conv_norm_out is a norm, and has tensors of a linear: up",
     "lora_unet_conv_norm_out.b_norm": "difference of its bias of the shape .* another model",
+    "lora_unet_conv_in.alpha": "conv_in has no tensors of an algorithm, only alpha",
     "lora_unet_input_blocks_99_1_proj_in.lora_down.weight": "has no layer for .* another model",
     "unet.nothing.lora_A.weight": "has no layer for .* another model",
     "__class__": "the key format of '__class__' is unknown",
@@ -149,6 +151,32 @@ def test_refuses_unusable_tensors(writable: WritableStore, file: Path) -> None:
         with pytest.raises(BadAdapter, match=message):
             add_adapter(writable, "style", file)
     assert writable.adapters() == [] and {digest for digest, _, _ in writable.blobs()} == before
+
+
+HUGE: dict[str, dict[str, tuple[int, ...]]] = {
+    "LoKr tensors of the shapes lokr_w1_a .* another model": {
+        "lokr_w1_a": (50_000, 1), "lokr_w1_b": (1, 50_000), "lokr_w2": (1, 1)
+    },
+    "LoRA tensors of the shapes .* another model": {
+        "lora_mid.weight": (9000, 4, 3, 3), "lora_down.weight": (4, 64, 1, 1), "lora_up.weight": (64, 9000, 1, 1)
+    },
+    "has rank 5000, expected 1 to 1024": {
+        "hada_w1_a": (64, 2), "hada_w1_b": (2, 576), "hada_w2_a": (64, 5000), "hada_w2_b": (5000, 576)
+    },
+    "has two differences of its weight": {"w_norm": (64,), "diff": (64,)},
+}  # fmt: skip
+
+
+def test_small_files_make_no_huge_products(layers: dict[str, Layer], tmp_path: Path) -> None:
+    """The shapes are compared before factors are multiplied."""
+    path = tmp_path / "a.safetensors"
+    for message, shapes in HUGE.items():
+        module = "conv_norm_out" if "w_norm" in shapes else "up_blocks_2_resnets_0_conv2"
+        save_file({f"lora_unet_{module}.{key}": torch.zeros(shape) for key, shape in shapes.items()}, path)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        with pytest.raises(BadAdapter, match=message):
+            read_changes(open_adapter(path), layers)
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**19  # KiB
 
 
 def test_refuses_what_is_not_safetensors(writable: WritableStore, tmp_path: Path) -> None:

@@ -85,6 +85,9 @@ def test_recognizes_each_family_at_full_size(name: str, tmp_path: Path) -> None:
     averaged = {_averaged(key): info for key, info in tensors.items()}
     found = read_single_file(write_header(tmp_path / "x.safetensors", averaged | {"model_ema.decay": ("F32", ())}))
     assert found.family is FAMILIES[name] and found.header.names.keys() == tensors.keys() | {"model_ema.decay"}
+    wrapped = {f"state_dict.{key}": info for key, info in averaged.items()}
+    found = read_single_file(write_header(tmp_path / "x.safetensors", wrapped))
+    assert found.family is FAMILIES[name] and found.header.names.keys() == tensors.keys()
     if name in ("sdxl", "sd-2.1"):  # the UNet alone is known by the width of the text that it reads
         alone = {key: info for key, info in tensors.items() if key.startswith("model.")}
         for prefix in ("model.diffusion_model.", ""):

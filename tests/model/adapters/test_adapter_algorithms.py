@@ -138,6 +138,11 @@ def test_image_is_that_of_lycoris(
     assert largest_difference(generated, image(adapted)) > 10 * TOLERANCE
 
 
+def test_scale_0_of_a_block_leaves_out_a_dora(adapted: Loaded) -> None:
+    nothing = tuple((f"{component}.", 0.0) for component in ("unet", "text_encoder", "text_encoder_2"))
+    assert np.array_equal(image(adapted, ("dora", nothing)), image(adapted))
+
+
 def test_three_algorithms_add_up(adapted: Loaded, reference: Reference, trained: Mapping[str, LycorisAdapter]) -> None:
     plain = image(adapted)
     for loras in (
