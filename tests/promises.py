@@ -99,7 +99,10 @@ CAPABILITIES: Tests = {
         "tests/engine_builder/checkpoints/test_find_model.py::test_downloads_fp16_weights_where_they_exist",
         "tests/engine_builder/checkpoints/test_presets.py::test_release_has_the_separate_vae",
     ),
-    "LoRA adapters": (
+    "adapters: LoRA, LoCon, LoHa, LoKr, DoRA, (IA)3": (
+        "tests/model/adapters/test_adapter_algorithms.py::test_image_is_that_of_lycoris",
+        "tests/model/adapters/test_adapter_algorithms.py::test_three_algorithms_add_up",
+        "tests/model/adapters/test_adapter_algorithms.py::test_images_are_those_of_peft",
         "tests/model/adapters/test_adapter_parity.py::test_image_with_one_adapter_is_that_of_diffusers",
         "tests/model/adapters/test_adapter_parity.py::test_image_with_three_adapters_is_that_of_diffusers",
         "tests/model/adapters/test_adapter_parity.py::test_swaps_compile_nothing",

@@ -71,6 +71,8 @@ def valid_values(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
             return st.sampled_from(IMAGES)
         case "array":
             return st.lists(valid_values(schema["items"]), min_size=schema.get("minItems", 0), max_size=2)
+        case "object" if "properties" not in schema:
+            return st.dictionaries(st.text(max_size=8), any_json, max_size=3)
         case "object":
             optional = {name: valid_values(part) for name, part in schema["properties"].items()}
             required = {name: optional.pop(name) for name in schema["required"]}
