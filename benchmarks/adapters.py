@@ -207,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         served = {"release": options.release, "public_key": [], "runtime": "aot_inductor"}
         served |= {"loras": [*_NAMES, *_ALGORITHMS, *batch_names], "lora_cache_bytes": 2**40}
         deployment = Deployment.of(settings.model_copy(update=served))
-        loaded = load_deployment(overlay, deployment, settings.store_options().cache_folder, ColdStart())
+        [loaded] = load_deployment(overlay, deployment, settings.store_options().cache_folder, ColdStart())
         assert loaded.model.adapters is not None
         warm_up(loaded)
         loaded.model.adapters.load((*_NAMES, *_ALGORITHMS))

@@ -52,7 +52,9 @@ def load_in_process(store: str, release: str, **changes: object) -> Loaded:
     """
     settings = read_settings().model_copy(update={"release": release} | changes)
     options = settings.store_options()
-    return load_deployment(open_store(store, options), Deployment.of(settings), options.cache_folder, ColdStart())
+    opened = open_store(store, options)
+    [loaded] = load_deployment(opened, Deployment.of(settings), options.cache_folder, ColdStart())
+    return loaded
 
 
 def measure(works: Sequence[Work], warm_ups: int, runs: int) -> list[tuple[list[float], dict[str, float]]]:

@@ -145,7 +145,7 @@ class Gateway:
         return await _collect(http, starting, partial(openai.answer, call))
 
     async def predict(self, http: Request) -> Response:
-        """`POST /v1/models/model:predict`: a request of Preheat, answered as by a server. `?model=` names a release."""
+        """`POST /v1/models/model:predict`: a request and answers of Preheat. `?model=` also names a release."""
         key = self._authenticate(http)
         given = await self._bodies.json_object(http)
         try:
@@ -156,7 +156,8 @@ class Gateway:
             message = " ".join(f"{'.'.join(map(str, one['loc'])) or 'request'}: {one['msg']}." for one in problems)
             raise ApiError(400, message, field, "refused") from error
         given = {name: value for name, value in given.items() if value is not None}  # null stands for a missing value
-        description = await self._backends.description_of(http.query_params.get("model"))
+        named = given.pop("model", None)
+        description = await self._backends.description_of(http.query_params.get("model") or named)
         if given.get("describe"):
             return JSONResponse(description, headers=_headers(http))
         if not given.get("stream"):

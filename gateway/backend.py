@@ -33,10 +33,11 @@ class Backend:
     failures: int = 0
     """Requests that failed after the server may have started them."""
     down_until: float = 0.0
-    description: Event | None = None
+    descriptions: dict[str, Event] = field(default_factory=dict)
+    """By release, in the server's order; empty: unknown."""
     described_at: float = -DESCRIPTION_SECONDS
     reading: asyncio.Task[None] | None = field(default=None, repr=False)
-    """The task that reads the description, or the last one that did."""
+    """The task that reads the descriptions, or the last one that did."""
     reading_since: float = 0.0
     description_problem: str = ""
     """The reason why the description could not be read the last time."""
@@ -53,10 +54,10 @@ class Backend:
         """True unless it failed within the last seconds."""
         return time.monotonic() >= self.down_until
 
-    def forget_description(self, release: str) -> None:
-        """Read the description again before its next use, if it is still that of `release`, which the server left."""
-        if (self.description or {}).get("release") == release:
-            self.description = None
+    def forget_descriptions(self, release: str) -> None:
+        """Read the descriptions again before their next use, if they still have `release`, which the server left."""
+        if release in self.descriptions:
+            self.descriptions = {}
             self.described_at = -DESCRIPTION_SECONDS
 
     def mark_down(self) -> None:

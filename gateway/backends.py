@@ -35,12 +35,15 @@ from gateway.bounded_reading import (
 )
 from gateway.errors import ApiError, GatewayConfigError
 from model.api.fair_queue import CLIENT_HEADER
+from model.api.resolve import find_release
+from model.errors import RequestRefused
 
 _CHECK_SECONDS = 2.0  # between two health checks of a local server
 _CONNECT_SECONDS = 5.0
 _PIECE_BYTES = 2**18  # of a body that is sent
 _MAX_RETRY_SECONDS = 3600  # a longer Retry-After is a mistake
 _DESCRIBE = {"prompt": "description", "describe": True}
+_MAX_MODELS = 64  # of a server
 logger = logging.getLogger("preheat.gateway")
 
 
@@ -130,7 +133,7 @@ class Backends:
             await asyncio.sleep(_CHECK_SECONDS)
 
     async def descriptions(self) -> list[tuple[Backend, Event]]:
-        """Return each server with its description, as far as it is known after a few seconds.
+        """Return each server with each of its descriptions, as far as they are known after a few seconds.
 
         See `model.api.describe`. A server that needs longer is described in the background.
         """
@@ -138,7 +141,7 @@ class Backends:
         return self._known()
 
     def _known(self) -> list[tuple[Backend, Event]]:
-        return [(backend, backend.description) for backend in self.all if backend.description is not None]
+        return [(backend, description) for backend in self.all for description in backend.descriptions.values()]
 
     def _start_reading(self) -> dict[asyncio.Task[None], Backend]:
         """Start to read the descriptions that are due. Return the tasks in progress, which all requests share."""
@@ -175,11 +178,13 @@ class Backends:
         seconds = _CONNECT_SECONDS if backend.health_url else ACCEPT_SECONDS
         problem = ""
         try:
-            async with asyncio.timeout(seconds), self._send(backend, seconds, _DESCRIBE) as answer:
-                if answer.status_code != 200:
-                    raise InvalidAnswer(f"its status is {answer.status_code}")
-                description = parse_description(await read_body(answer, MAX_DESCRIPTION_BYTES))
-            backend.description, backend.described_at = description, now
+            async with asyncio.timeout(seconds):
+                first = await self._read_description(backend, seconds, None)
+                found = {first["release"]: first}
+                for model in (first.get("models") or [])[:_MAX_MODELS]:
+                    if model not in found:
+                        found[model] = await self._read_description(backend, seconds, model)
+            backend.descriptions, backend.described_at = found, now
         except (httpx.HTTPError, TimeoutError) as error:
             backend.mark_down()
             problem = type(error).__name__
@@ -189,8 +194,21 @@ class Backends:
             logger.warning("Backend %s has no description: %s.", backend.name, problem)
         backend.description_problem = problem
 
+    async def _read_description(self, backend: Backend, seconds: float, model: str | None) -> Event:
+        """Return the description of a server's release, by default of its first one. Raises InvalidAnswer."""
+        request = _DESCRIBE if model is None else _DESCRIBE | {"model": model}
+        async with self._send(backend, seconds, request) as answer:
+            if answer.status_code != 200:
+                raise InvalidAnswer(f"its status is {answer.status_code}")
+            description = parse_description(await read_body(answer, MAX_DESCRIPTION_BYTES))
+        if model not in (None, description["release"]):
+            raise InvalidAnswer(f"it describes {description['release']!r} in place of {model!r}")
+        return description
+
     async def description_of(self, model: str | None) -> Event:
-        """Return the description of a release, by default that of the first server. Raises ApiError.
+        """Return the description of a release, by default the first one of the first server. Raises ApiError.
+
+        A release may be named by its model's name, if no other version of it is served.
 
         A named release whose server is up and described is answered at once. Its server may be down, or no release be
         named and the first server's description be due: then wait a few seconds for other descriptions. Until one fits,
@@ -202,24 +220,23 @@ class Backends:
         known = self._known()
         if not known:
             raise ApiError(503, "No backend can be reached.", None, "backend_unavailable", int(DOWN_SECONDS))
-        wanted = known[0][1]["release"] if model is None else model
-        for _, description in known:
-            if description["release"] == wanted:
-                return description
-        names = ", ".join(dict.fromkeys(description["release"] for _, description in known))
-        raise ApiError(
-            404, f"The model {wanted[:80]!r} does not exist. Available: {names}.", "model", "model_not_found"
-        )
+        by_name = {description["release"]: description for _, description in reversed(known)}
+        names = list(reversed(by_name))
+        try:
+            return by_name[names[find_release(names, model)]]
+        except RequestRefused as error:
+            message = f"The model {(model or '')[:80]!r} does not exist. Available: {', '.join(names)}."
+            raise ApiError(404, message, "model", "model_not_found") from error
 
     def _is_known(self, model: str | None) -> bool:
         """True if a server of the release is described; of any release for None."""
-        return any(model in (None, description["release"]) for _, description in self._known())
+        return any(_fits(description["release"], model) for _, description in self._known())
 
     def _is_settled(self, model: str | None) -> bool:
         """True if a description fits that no later one would replace: of a server that is up, or the first for None."""
         if model is not None:
-            return any(backend.is_up() and description["release"] == model for backend, description in self._known())
-        first = next((backend for backend in self.all if backend.description or backend.wait_left() > 0), None)
+            return any(backend.is_up() and _fits(one["release"], model) for backend, one in self._known())
+        first = next((backend for backend in self.all if backend.descriptions or backend.wait_left() > 0), None)
         return first is not None and not first.wait_left() > 0
 
     @asynccontextmanager
@@ -241,7 +258,9 @@ class Backends:
             backend.images += images
             try:
                 headers = {"X-Request-Id": request_id, CLIENT_HEADER: client_id}
-                async with self._send(backend, ACCEPT_SECONDS, sent, headers) as answer:
+                # Servers of one release may be older than the field.
+                named = {"model": model} if len(backend.descriptions) > 1 else {}
+                async with self._send(backend, ACCEPT_SECONDS, sent | named, headers) as answer:
                     if answer.status_code == 429:
                         waits.append(_retry_after(answer))
                     elif answer.status_code == 503:
@@ -249,7 +268,7 @@ class Backends:
                     elif answer.status_code != 200:
                         raise await _refusal(backend, answer)
                     else:
-                        max_bytes = max_line_bytes(request, backend.description or {})
+                        max_bytes = max_line_bytes(request, backend.descriptions.get(model, {}))
                         lines = read_events(answer, images, max_bytes, self._held)
                         async with aclosing(_events(backend, request_id, lines)) as events:
                             accepted = await anext(events)
@@ -257,7 +276,7 @@ class Backends:
                                 yield Accepted(backend, accepted, events)
                                 return
                             is_replaced = True
-                            backend.forget_description(model)
+                            backend.forget_descriptions(model)
             except (httpx.ConnectError, httpx.ConnectTimeout):
                 backend.mark_down()
             except (httpx.HTTPError, TimeoutError) as error:
@@ -289,12 +308,17 @@ class Backends:
             self._turn += 1
 
         def untried() -> list[Backend]:
-            serving = [backend for backend in self.all if (backend.description or {}).get("release") == model]
+            serving = [backend for backend in self.all if model in backend.descriptions]
             turn = self._turn % max(1, len(serving))
             return [backend for backend in serving[turn:] + serving[:turn] if not any(backend is one for one in tried)]
 
         await self._wait(self._readings(), lambda: bool(untried()), until_all=False)
         return min(untried(), key=lambda backend: (not backend.is_up(), backend.images), default=None)
+
+
+def _fits(release: str, model: str | None) -> bool:
+    """True if a request that names `model` may mean a release; None means any."""
+    return model in (None, release, release.rpartition("/")[0])
 
 
 async def _in_pieces(parts: list[bytes]) -> AsyncIterator[bytes]:
@@ -309,7 +333,7 @@ def _is_due(backend: Backend, now: float) -> bool:
     if now - backend.described_at < DESCRIPTION_SECONDS or not backend.is_up():
         return False
     # A question would keep a deployed model from scaling to zero.
-    return backend.description is None or backend.health_url is not None
+    return not backend.descriptions or backend.health_url is not None
 
 
 async def _events(

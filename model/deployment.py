@@ -3,15 +3,19 @@
 Imports neither torch nor numpy.
 """
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
 from pydantic import PlainSerializer, PlainValidator, TypeAdapter
 
 from model.settings import RuntimeChoice, ServedBucket, Settings
+from model.store.keys import release_not_found
 from model.store.manifest import Fp16Steps
 from model.store.precision import Precision, PrecisionField
 from model.store.signature import PublicKey
+from model.store.store import Store
 from model.validation import Safety
 
 _Key = Annotated[PublicKey, PlainValidator(PublicKey.parse), PlainSerializer(str)]
@@ -43,7 +47,7 @@ class Deployment:
     """What a server serves. It can be pickled, and sent as JSON."""
 
     releases: tuple[str, ...]
-    """One release."""
+    """The releases, or until they are `resolved` patterns of them. Requests without a model get the first."""
     public_keys: tuple[_Key, ...] = ()
     """The releases must be signed by one of these; empty: no signature is needed."""
     runtime: RuntimeChoice = "aot_inductor"
@@ -66,7 +70,7 @@ class Deployment:
         """Return the deployment that settings describe. Raises ConfigError if they name no release."""
         unet = None if settings.precision is None else Precision.named(settings.precision)
         return cls(
-            releases=(settings.required("release"),),
+            releases=settings.release_patterns(),
             public_keys=tuple(settings.public_key),
             runtime=settings.runtime,
             buckets=tuple(settings.buckets),
@@ -76,6 +80,14 @@ class Deployment:
             ranks=settings.gpus_per_image // settings.bands_per_image,
             bands=settings.bands_per_image,
         )
+
+    def resolved(self, store: Store) -> "Deployment":
+        """Return the deployment with its patterns resolved; see `resolve_releases`."""
+        return replace(self, releases=resolve_releases(self.releases, store))
+
+    def alone(self, release: str) -> "Deployment":
+        """Return the deployment of one of the releases."""
+        return replace(self, releases=(release,))
 
     def of_follower(self) -> "Deployment":
         """Return what a rank other than 0 loads: no adapters, which one GPU alone serves, and no safety checker."""
@@ -89,3 +101,26 @@ class Deployment:
     def to_json(self) -> str:
         """Return the deployment as JSON, for another process."""
         return TypeAdapter(Deployment).dump_json(self).decode()
+
+
+def resolve_releases(patterns: Sequence[str], store: Store) -> tuple[str, ...]:
+    """Return the releases that patterns name. "NAME/*" stands for all versions in the store, the highest number first,
+    and versions that are no number last.
+
+    Raises ReleaseNotFound for a pattern that fits none, and StoreError.
+    """
+    names: list[str] = []
+    for pattern in patterns:
+        if not pattern.endswith("/*"):
+            names.append(pattern)
+            continue
+        found = store.releases(pattern.removesuffix("/*"))
+        if not found:
+            raise release_not_found(pattern, store.url, store.releases())
+        names += sorted(found, key=_version_number, reverse=True)
+    return tuple(dict.fromkeys(names))
+
+
+def _version_number(release: str) -> int:
+    version = release.rpartition("/")[2]
+    return int(version) if re.fullmatch("[0-9]{1,18}", version) else -1

@@ -1,4 +1,4 @@
-"""The Truss model: loads a release and passes requests on. model/api and model/scheduling handle them.
+"""The Truss model: loads releases and passes requests on. model/api and model/scheduling handle them.
 
 Truss inspects the real annotations of `predict`, so this module must not postpone their evaluation (no
 `from __future__ import annotations`). Torch is imported in `load()`, so that the prefetch of the release starts before
@@ -18,6 +18,7 @@ from starlette.requests import Request
 from model.api.body_limit import find_in_process, limit_bodies
 from model.api.connections import bound_connections
 from model.cold_start import ColdStart, seconds_since_process_start
+from model.deployment import resolve_releases
 from model.errors import ConfigError
 from model.loading import preload_torch
 from model.loading.prefetch import Prefetch
@@ -79,13 +80,13 @@ class Model:
             _import_libraries()  # while the driver is being initialized
         gpus = preload_torch.count_gpus()
         workers = self._settings.worker_count(gpus)
-        release, self._scheduler = self._start_workers(workers, gpus) if workers > 1 else self._load_here()
+        releases, self._scheduler = self._start_workers(workers, gpus) if workers > 1 else self._load_here()
         self._prefetch.close()
 
         from model.api.service import Service
         from model.api.shutdown import GracefulShutdown
 
-        self._service = Service(release, self._scheduler, self._cold_start, self._settings.log_prompts)
+        self._service = Service(releases, self._scheduler, self._cold_start, self._settings.log_prompts)
         if self._application is None:
             logger.warning(
                 "Truss's application was not found. So the bodies of requests have no limit of their size, and SIGTERM "
@@ -97,8 +98,8 @@ class Model:
         if self._http_config is not None:
             bound_connections(self._http_config)
 
-    def _load_here(self) -> "tuple[ServedRelease, JobScheduler[Any]]":
-        """Load the release in this process."""
+    def _load_here(self) -> "tuple[list[ServedRelease], JobScheduler[Any]]":
+        """Load the releases in this process."""
         _import_libraries()
 
         from model.serving import end_failed_process, start_server
@@ -107,13 +108,18 @@ class Model:
         loaded, scheduler = start_server(
             self._settings, self._secrets, self._prefetch.store, self._cold_start, end_failed_process
         )
-        return loaded.summary, scheduler
+        return [one.summary for one in loaded], scheduler
 
-    def _start_workers(self, workers: int, gpus: int) -> "tuple[ServedRelease, JobScheduler[Any]]":
-        """Load the release in workers. This process meanwhile imports what it needs itself."""
+    def _start_workers(self, workers: int, gpus: int) -> "tuple[list[ServedRelease], JobScheduler[Any]]":
+        """Load the releases in workers. This process meanwhile imports what it needs itself."""
         from model.workers.pool import WorkerPool
 
-        pool = WorkerPool(self._settings, self._secrets, workers, gpus)
+        settings = self._settings
+        if any(pattern.endswith("/*") for pattern in settings.releases):
+            # Once for all workers, also for those that are started again: a request names a release by its index.
+            names = resolve_releases(settings.releases, self._prefetch.store())
+            settings = settings.model_copy(update={"releases": list(names)})
+        pool = WorkerPool(settings, self._secrets, workers, gpus)
         try:
             _import_libraries()
             pool.add_metrics()

@@ -68,7 +68,7 @@ ClipSkip = Annotated[int, Interval(ge=0, le=MAX_CLIP_SKIP)]
 
 # Marks of a field:
 OPENAI = "openai"  # the gateway's OpenAI API accepts it under the same name
-ANSWER = "answer"  # it is about the answer, not the images: files do not state it, and `GenerationParams` lacks it
+ANSWER = "answer"  # not about the images: files do not state it among the request, and `GenerationParams` lacks it
 
 
 class Defaults(StrictModel, defer_build=True):
@@ -418,8 +418,13 @@ class GenerationRequest(RequestModel, defer_build=False):
         ANSWER,
         default=False,
     )
+    model: Annotated[str, Len(1, 160)] | None = _field(
+        "The release to use, by its name (`style/3`) or by its model's (`style`), if no other version of it is served. "
+        "Default: the deployment's first.",
+        ANSWER,
+    )
     describe: bool = _field(
-        "True: generate nothing, and answer with what this deployment serves. The other fields must be "
+        "True: generate nothing, and answer with what this deployment serves. The other fields but `model` must be "
         "valid and are ignored.",
         ANSWER,
         default=False,

@@ -1,10 +1,11 @@
-"""Start a server in this process: load what it serves, and start the scheduler of its engines, with the warm-up.
+"""Start a server in this process: load its releases, and start the scheduler of their engines, with the warm-up.
 
 The Truss model, its workers and Triton start here.
 """
 
 import atexit
 import gc
+import itertools
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -31,8 +32,10 @@ def start_server(
     open_store: Callable[[], Store],
     cold_start: ColdStart,
     on_device_failure: Callable[[], None],
-) -> tuple[Loaded, Scheduler]:
-    """Load, warm up and return a release and its running scheduler. `on_device_failure`: see `Scheduler`.
+) -> tuple[list[Loaded], Scheduler]:
+    """Load and warm up the releases, and return them with the running scheduler, whose runners have their order.
+
+    `on_device_failure`: see `Scheduler`.
 
     Raises what `load_deployment` raises, and RankFailed. If ranks were started, the process also ends soon after an
     error: the graphs of this load keep the group's communicator, so there can be no second load.
@@ -49,17 +52,19 @@ def start_server(
             atexit.register(followers.exit_process)
     try:
         loaded = load_deployment(store, deployment, settings.store_options().cache_folder, cold_start)
-        metrics.watch_gpu_memory(loaded.model.device)
+        first = loaded[0].model
+        metrics.watch_gpu_memory(first.device)
         every = settings.compare_every
-        comparison = None if every is None else ImageComparison(loaded.model, every)
+        comparison = None if every is None else ImageComparison(first, every)
         if followers is not None:
-            followers.join(loaded.model)
-        runner = Runner(loaded.model)
+            followers.join(first)
+        runners = [Runner(one.model) for one in loaded]
 
         def prepare() -> None:
-            runner.preview_map = warm_up(loaded, cold_start=cold_start, comparison=comparison)
+            for one, runner in zip(loaded, runners, strict=True):
+                runner.preview_map = warm_up(one, cold_start=cold_start, comparison=comparison)
 
-        scheduler = Scheduler([runner], settings.limits, on_device_failure, comparison, prepare)
+        scheduler = Scheduler(runners, settings.limits, on_device_failure, comparison, prepare)
         if followers is not None:
             followers.watch(scheduler.abandon)  # also during the warm-up, whose graphs wait for all ranks
         scheduler.wait_ready()
@@ -68,20 +73,21 @@ def start_server(
             atexit.unregister(followers.exit_process)
             exit_soon()
         raise
-    if loaded.plans is not None:
-        loaded.plans.keep_compiled_kernels()
+    for one in loaded:
+        if one.plans is not None:
+            one.plans.keep_compiled_kernels()
     # Loaded objects are permanent. The collector would otherwise scan all of them, and every thread would wait.
     gc.collect()
     gc.freeze()
-    scheduler.when_idle(step_measurement(loaded))
+    scheduler.when_idle(itertools.chain.from_iterable(map(step_measurement, loaded)))
     logger.info(
         json.dumps(
             {
                 "event": "loaded",
-                "release": loaded.release,
-                "target": loaded.target,
-                "weight_bytes": loaded.weight_bytes,
-                "gpu_bytes": metrics.gpu_memory(loaded.model.device),
+                "release": ", ".join(one.release for one in loaded),
+                "target": loaded[0].target,
+                "weight_bytes": sum(one.weight_bytes for one in loaded),
+                "gpu_bytes": metrics.gpu_memory(first.device),
                 "seconds": cold_start.phases,
             }
         )

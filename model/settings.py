@@ -20,6 +20,7 @@ RuntimeChoice = Literal["aot_inductor", "tensorrt", "tensorrt-rtx", "fastest"]
 _VARIABLES: dict[str, tuple[str, ...]] = {
     "store": ("PREHEAT_STORE",),
     "release": ("PREHEAT_RELEASE",),
+    "releases": ("PREHEAT_RELEASES",),
     "runtime": ("PREHEAT_RUNTIME",),
     "precision": ("PREHEAT_PRECISION",),
     "public_key": ("PREHEAT_PUBLIC_KEY",),
@@ -108,6 +109,8 @@ class Settings(StrictModel):
 
     store: str = ""
     release: str = ""
+    releases: Annotated[list[str], BeforeValidator(_split_names)] = []
+    """Several releases, in place of `release`; "NAME/*": all versions. Requests without `model` get the first."""
     runtime: RuntimeChoice = "aot_inductor"
     precision: Literal["fp16", "bf16", "fp32", "fp8", "int8"] | None = None
     """Of the UNet's engines; None: the first of these that the release has."""
@@ -142,6 +145,20 @@ class Settings(StrictModel):
     """What happens with images that the release's safety checker flags: nothing, as it is not loaded (off); the answer
     states it (flag); and they are replaced by black images (blank)."""
 
+    @field_validator("releases")
+    @classmethod
+    def _check_releases(cls, releases: list[str], info: ValidationInfo) -> list[str]:
+        if releases and info.data.get("release"):
+            raise refusal(f"{', '.join(releases)[:100]}, and release is {info.data['release']}: set one of the two")
+        return releases
+
+    @field_validator("compare_every")
+    @classmethod
+    def _check_compare_every(cls, every: int | None, info: ValidationInfo) -> int | None:
+        if every is not None and info.data.get("releases"):
+            raise refusal(f"{every}, and several `releases`: images of one release are compared")
+        return every
+
     @field_validator("cache_dir")
     @classmethod
     def _check_cache_dir(cls, folder: str | None) -> str | None:
@@ -162,6 +179,8 @@ class Settings(StrictModel):
     def _check_gpus_per_image(cls, gpus: int, info: ValidationInfo) -> int:
         if gpus > 1 and info.data.get("loras"):
             raise refusal(f"{gpus} GPUs for each image, and adapters in `loras`: adapters need gpus_per_image 1")
+        if gpus > 1 and info.data.get("releases"):
+            raise refusal(f"{gpus} GPUs for each image, and several `releases`: these need gpus_per_image 1")
         return gpus
 
     @field_validator("bands_per_image")
@@ -197,6 +216,10 @@ class Settings(StrictModel):
                 f"Deploy with as many GPUs (`accelerator: H100:{needed}`), or lower workers.",
             )
         return self.workers
+
+    def release_patterns(self) -> tuple[str, ...]:
+        """Return `release`, or `releases`. Raises ConfigError if neither is configured."""
+        return tuple(self.releases) or (self.required("release"),)
 
     def required(self, name: Literal["store", "release"]) -> str:
         """Return a setting that has no default. Raises ConfigError if it is missing."""
@@ -234,8 +257,8 @@ def read_settings(
 ) -> Settings:
     """Read settings from `environment` and `section` (model_metadata.preheat; None: the environment alone).
 
-    `variables`: the settings that the environment may override. Null, and "" for a text, count as missing. Raises
-    ConfigError that names the setting, its value and what is accepted.
+    `variables`: the settings that the environment may override. `release` and `releases` override each other. Null, and
+    "" for a text, count as missing. Raises ConfigError that names the setting, its value and what is accepted.
     """
     if section is not None and not isinstance(section, Mapping):
         raise ConfigError(f"{_SECTION} is {format_value(section)}, expected settings by name.")
@@ -248,6 +271,9 @@ def read_settings(
         variable = next((variable for variable in _VARIABLES[name] if environment.get(variable)), None)
         if variable is not None:
             values[name], sources[name] = environment[variable], variable
+    for name, other in (("release", "releases"), ("releases", "release")):
+        if name in sources and other not in sources:
+            values.pop(other, None)
     try:
         return Settings.model_validate(values)
     except ValidationError as error:

@@ -8,16 +8,17 @@ us-east-1, as by a replica. Credentials of the store and the cache of its blobs 
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from engine_builder.releases.mounts import Mount, files_of, find_mount
 from engine_builder.releases.runnable_targets import find_pinned_version, list_runnable_targets
 from engine_builder.truss_config import read_truss_config
-from model.deployment import Deployment
+from model.deployment import Deployment, resolve_releases
 from model.engines.tensorrt.libraries import LIBRARIES
 from model.errors import ConfigError, PreheatError, StoreError
-from model.loading.select import Selection, select
+from model.loading.select import Selection, check_alike, select
 from model.loading.served import ServedModel, SizeList, served_model
 from model.pipeline.spec import UNET
 from model.settings import Settings, read_settings
@@ -76,33 +77,55 @@ def check_deployment(path: Path, store: str | None = None, release: str | None =
         if source is None:
             return check
         settings = settings.model_copy(update={"store": source})
-    replaced = {"store": store, "release": release}
-    settings = settings.model_copy(update={name: value for name, value in replaced.items() if value is not None})
+    if store is not None:
+        settings = settings.model_copy(update={"store": store})
+    if release is not None:
+        settings = settings.model_copy(update={"release": release, "releases": []})
     if mount is None and release is None:
         _check_secrets(check, config, settings)
     check.attempt(lambda: _check_gpus(config, settings))
     torch = check.attempt(lambda: _pinned_torch(check, config))
-    manifest = check.attempt(lambda: _read_release(settings, is_own_store=store is not None))
-    if manifest is None:
+    manifests = check.attempt(lambda: _read_releases(settings, is_own_store=store is not None))
+    if manifests is None:
         return check
-    check.attempt(lambda: check_signature(manifest, settings.public_key))
+    for manifest in manifests:
+        check.attempt(partial(check_signature, manifest, settings.public_key))
     if not settings.public_key:
+        names = ", ".join(manifest.name for manifest in manifests)
         check.warnings.append(
-            f"The config has no public_key, so the server loads {manifest.name} without checking a signature. "
+            f"The config has no public_key, so the server loads {names} without checking a signature. "
             "Sign releases with `preheat publish --sign`, and name the key."
         )
     if torch is not None:
-        deployment = Deployment.of(settings)
-        selection = check.attempt(lambda: _select(manifest, config, torch, deployment))
-        if selection is not None:
-            served = check.attempt(lambda: served_model(selection, deployment))
-            adapters = check.attempt(lambda: _check_adapters(settings, deployment, selection)) or []
-            files = files_of(manifest, adapters, selection.blobs())
-            if mount is not None:
-                check.attempt(lambda: _check_mount(mount, files))
-            if served is not None and not check.refusals:
-                check.served, check.files = _describe(selection, served, settings), files
+        _check_selections(check, manifests, config, torch, settings, mount)
     return check
+
+
+def _check_selections(
+    check: DeploymentCheck, manifests: Sequence[Manifest], config: Any, torch: str, settings: Settings,
+    mount: Mount | None,
+) -> None:  # fmt: skip
+    """Select what the server would load of each release, and describe it if nothing was refused."""
+    selections: list[Selection] = []
+    described: list[str] = []
+    files: dict[str, None] = {}
+    for manifest in manifests:
+        deployment = Deployment.of(settings).alone(manifest.name)
+        selection = check.attempt(partial(_select, manifest, config, torch, deployment))
+        if selection is None:
+            continue
+        selections.append(selection)
+        served = check.attempt(partial(served_model, selection, deployment))
+        adapters = check.attempt(partial(_check_adapters, settings, deployment, selection)) or []
+        files |= dict.fromkeys(files_of(manifest, adapters, selection.blobs()))
+        if served is not None:
+            described += _describe(selection, served, settings)
+    if selections:
+        check.attempt(lambda: check_alike(selections))
+    if mount is not None:
+        check.attempt(lambda: _check_mount(mount, [*files]))
+    if not check.refusals:
+        check.served, check.files = described, [*files]
 
 
 def _read_config(path: Path) -> Any:
@@ -124,10 +147,10 @@ def _read_settings(config: Any) -> Settings:
     return read_settings(section if section is not None else {}, environment=config.environment_variables or {})
 
 
-def _read_release(settings: Settings, is_own_store: bool) -> Manifest:
-    """Read the release. `is_own_store`: the store was named for this machine, so its path may be relative."""
+def _read_releases(settings: Settings, is_own_store: bool) -> list[Manifest]:
+    """Read the releases. `is_own_store`: the store was named for this machine, so its path may be relative."""
     for name in ("store", "release"):
-        if not getattr(settings, name):
+        if not getattr(settings, name) and not (name == "release" and settings.releases):
             other = ", or check against another store with --store" if name == "store" else ""
             raise ConfigError(
                 f"No {name} is configured.",
@@ -146,7 +169,8 @@ def _read_release(settings: Settings, is_own_store: bool) -> Manifest:
             f"The store {store} is a relative path, which a replica looks for in a folder of its own.",
             "Name s3://bucket/prefix, or file:// with the absolute path of a folder that is mounted in the replica.",
         )
-    return _open_store(settings).read_release(settings.release)
+    opened = _open_store(settings)
+    return [opened.read_release(name) for name in resolve_releases(settings.release_patterns(), opened)]
 
 
 def _source_of(mount: Mount) -> str:

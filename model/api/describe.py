@@ -1,5 +1,6 @@
 """The description of a deployment: what `describe` of a request returns, for clients that offer choices."""
 
+from collections.abc import Sequence
 from typing import Literal, TypedDict
 
 from model.denoising.sampler_specs import HEUN, LCM, SPECS
@@ -21,6 +22,7 @@ class Description(TypedDict):
 
     status: Literal["success"]  # always "success"
     release: str  # model/version
+    models: list[str]  # the releases that this deployment serves, by name; requests without `model` get the first
     target: str  # target key, for example cuda-h200-sm90-torch2.13-cu130
     runtime: str  # aot_inductor, tensorrt, tensorrt-rtx or eager
     device: str  # name of the GPU, or "CPU"
@@ -41,12 +43,13 @@ class Description(TypedDict):
     limits: dict[str, int]  # largest values of a request
 
 
-def describe(release: ServedRelease) -> Description:
-    """Return the description of a loaded release."""
+def describe(release: ServedRelease, names: Sequence[str]) -> Description:
+    """Return the description of a loaded release. `names`: those of all releases of the deployment."""
     served = release.served
     return {
         "status": "success",
         "release": release.release,
+        "models": list(names),
         "target": release.target,
         "runtime": release.runtime,
         "device": release.device,

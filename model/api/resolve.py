@@ -33,6 +33,21 @@ _ABOUT_ANSWER = {*marked(ANSWER)}
 _IMAGES_AND_NETWORKS = {"image", "strength", "masks", "resize", "loras", "controls", "ip_adapters"}
 
 
+def find_release(names: Sequence[str], model: str | None) -> int:
+    """Return the index of the release that a request names: by its name, or by that of its model if one has it.
+
+    Raises RequestRefused, which lists the releases.
+    """
+    if model is None:
+        return 0
+    if model in names:
+        return names.index(model)
+    versions = [index for index, name in enumerate(names) if name.rpartition("/")[0] == model]
+    if len(versions) == 1:
+        return versions[0]
+    raise RequestRefused("model", f"got {format_value(model)}, expected one of {', '.join(names)}.")
+
+
 def resolve(
     request: GenerationRequest, served: ServedModel, image_size: tuple[int, int] | None = None
 ) -> GenerationParams:

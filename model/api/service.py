@@ -11,7 +11,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ from model.api.describe import describe
 from model.api.fair_queue import CLIENT_HEADER, SMALL_PRICE, PreparationQueues
 from model.api.images import read_images, reading_price
 from model.api.request import GenerationResponse, ImageResult
-from model.api.resolve import resolve
+from model.api.resolve import find_release, resolve
 from model.api.shutdown import RETRY_SECONDS, wait_for_end
 from model.cold_start import ColdStart
 from model.errors import (
@@ -42,7 +42,7 @@ from model.errors import (
     RequestRefused,
     Unavailable,
 )
-from model.loading.served import ServedRelease
+from model.loading.served import ServedModel, ServedRelease
 from model.pipeline.params import GenerationParams
 from model.request_fields import GenerationRequest
 from model.scheduling.interface import JobScheduler, RequestJob
@@ -83,15 +83,21 @@ class RequestContext:
     prompt: str
     params: GenerationParams | None = None
     is_submitted: bool = False  # or is being submitted
+    release: ServedRelease | None = None
 
 
 class Service:
-    """Answers requests for one loaded model, on the server's event loop."""
+    """Answers requests for the loaded releases, on the server's event loop."""
 
     def __init__(
-        self, release: ServedRelease, scheduler: JobScheduler[Any], cold_start: ColdStart, log_prompts: bool
+        self,
+        releases: Sequence[ServedRelease],
+        scheduler: JobScheduler[Any],
+        cold_start: ColdStart,
+        log_prompts: bool,
     ) -> None:
-        self._release = release
+        """`releases`: in the order of `scheduler`'s models."""
+        self._releases = tuple(releases)
         self._scheduler = scheduler
         self._cold_start = cold_start
         self._log_prompts = log_prompts
@@ -102,8 +108,13 @@ class Service:
         """Return the response. A caller of predict_binary gets the bare body, which Truss writes as msgpack."""
         context = RequestContext(_request_id(http.headers), time.perf_counter(), request.stream, request.prompt)
         headers = {"X-Request-Id": context.id}
+        try:
+            model = find_release([release.release for release in self._releases], request.model)
+        except RequestRefused as error:
+            return self._error_response(context, error)
+        release = context.release = self._releases[model]
         if request.describe:
-            return JSONResponse(describe(self._release), headers=headers)
+            return JSONResponse(describe(release, [one.release for one in self._releases]), headers=headers)
         events: asyncio.Queue[StepEvent | ImageEvent | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -116,7 +127,7 @@ class Service:
             """Pass the request to the scheduler, which reads its prompts. Any thread may call it."""
             context.is_submitted = True
             preview_every = request.preview_every if request.stream else 0
-            job: RequestJob = self._scheduler.submit(params, emit if request.stream else None, preview_every)
+            job: RequestJob = self._scheduler.submit(params, emit if request.stream else None, preview_every, model)
             job.result.add_done_callback(lambda _: emit(None))
             job.result.add_done_callback(lambda _: loop.call_soon_threadsafe(watcher.cancel))
             # If the watcher has ended meanwhile, or was cancelled with the answer, this cancels the job.
@@ -125,7 +136,7 @@ class Service:
 
         client = http.headers.get(CLIENT_HEADER, "")
         try:
-            context.params = await self._unless_ended(self._resolve(request, client), watcher)
+            context.params = await self._unless_ended(self._resolve(request, release.served, client), watcher)
             job = await self._unless_ended(self._submit(context.params, client, submit), watcher)
         except BaseException as error:
             if not watcher.cancel() and not context.is_submitted:  # otherwise the scheduler counts it
@@ -165,16 +176,16 @@ class Service:
         finally:
             working.cancel()
 
-    async def _resolve(self, request: GenerationRequest, client: str) -> GenerationParams:
+    async def _resolve(self, request: GenerationRequest, served: ServedModel, client: str) -> GenerationParams:
         """Return the request's parameters. Its images are decoded one by one, in turns with those of other requests.
 
         If the caller is cancelled, the image in work is finished, and no further one is decoded.
         """
         if request.image is None and not request.controls and not request.ip_adapters:
-            return resolve(request, self._release.served)
+            return resolve(request, served)
         self._scheduler.check_acceptable(request.num_images)  # a full queue is known before images are decoded
         price = reading_price(request)
-        reading = [(price, partial(read_images, request, self._release.served))]
+        reading = [(price, partial(read_images, request, served))]
         [undecoded] = await self._queues.images(price).run(client, reading)
         request.release_images()
         parts = [(part.price, part.decode) for part in undecoded.parts]
@@ -222,7 +233,8 @@ class Service:
     async def _stream_events(
         self, context: RequestContext, job: RequestJob, events: "asyncio.Queue[StepEvent | ImageEvent | None]"
     ) -> AsyncIterator[str]:
-        accepted = {"request_id": context.id, "release": self._release.release, "seed": job.params.seed}
+        assert context.release is not None
+        accepted = {"request_id": context.id, "release": context.release.release, "seed": job.params.seed}
         try:
             yield _line("accepted", **accepted, steps=job.steps, ahead=job.images_ahead)
             while True:
@@ -251,7 +263,8 @@ class Service:
         yield _line("done", **{key: value for key, value in body.items() if key in fields})
 
     def _body(self, context: RequestContext, result: GenerationResult) -> GenerationResponse:
-        assert context.params is not None
+        release = context.release
+        assert context.params is not None and release is not None
         self._cold_start.record_first_image()
         finished = enumerate(zip(result.images, result.flagged, strict=True))
         images = [_image(context.params, ImageEvent(index, *image)) for index, image in finished]
@@ -267,7 +280,7 @@ class Service:
             images=images,
             timings={stage: round(milliseconds, 2) for stage, milliseconds in result.timings.items()},
             warnings=result.warnings,
-            engine={"release": self._release.release, "target": self._release.target, "runtime": self._release.runtime},
+            engine={"release": release.release, "target": release.target, "runtime": release.runtime},
         )
 
     def _error_response(self, context: RequestContext, error: BaseException) -> JSONResponse:
@@ -293,6 +306,8 @@ class Service:
         metrics.REQUESTS.labels(str(status)).inc()
         entry: dict[str, object] = {"event": "request", "request": context.id, "status": status}
         entry |= {"stream": context.stream, "seconds": round(time.perf_counter() - context.began, 4)} | entries
+        if context.release is not None:
+            entry["release"] = context.release.release
         if (params := context.params) is not None:
             entry |= {
                 "task": params.task, "width": params.width, "height": params.height,

@@ -1,4 +1,4 @@
-"""Load a release from a store onto this device: select, fetch, verify, map, open.
+"""Load releases from a store onto this device: select, fetch, verify, map, open.
 
 Nothing of a release is used before its digest is checked. A release that this machine cannot serve is refused with the
 cause and the command that fixes it.
@@ -30,7 +30,7 @@ from model.engines.tensorrt.runtime_caches import RuntimeCacheFolder
 from model.loading.adapters import open_library, read_adapters
 from model.loading.memory import check_memory
 from model.loading.runtimes import find_targets, runtime_cache_folder
-from model.loading.select import Selection, select
+from model.loading.select import Selection, check_alike, select
 from model.loading.served import ServedModel, ServedRelease, served_model
 from model.loading.target import Target
 from model.loading.token_tables import check_token_ids
@@ -39,6 +39,7 @@ from model.pipeline.denoisers import engine_sets
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.spec import ADDED_COMPONENTS
 from model.prompts.tokenizer import ClipTokenizer, open_tokenizer
+from model.store.adapter_record import AdapterRecord
 from model.store.manifest import Blob, EngineRecord, Fp16Steps, WeightsRecord
 from model.store.precision import FP16, Precision
 from model.store.signature import check_signature
@@ -46,6 +47,7 @@ from model.store.store import Store
 from model.validation import BAND_COUNTS
 from model.weights.cache import WeightsCache
 from model.weights.layout import from_stored
+from model.weights.stream import Tensors
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,51 @@ class Loaded:
         )
 
 
+@dataclass(frozen=True)
+class _Resolved:
+    """What the manifest of a release says of its load. selection: of the deployment's components only."""
+
+    release: str
+    selection: Selection
+    served: ServedModel
+    unet: EngineRecord
+    adapters: Sequence[AdapterRecord]
+    noise_schedules: Mapping[str, AnyNoiseSchedule]
+
+
+def load_releases(
+    store: Store,
+    deployment: Deployment,
+    targets: Sequence[Target],
+    cold_start: ColdStart,
+    caches: RuntimeCacheFolder | None = None,
+) -> list[Loaded]:
+    """Load a deployment's releases, each for the first of `targets` that it has engines for.
+
+    `caches`: the folder of kernels that TensorRT-RTX compiles on this GPU; None: they are not kept.
+
+    Raises ReleaseNotFound, ManifestError, UntrustedRelease, MissingComponent, NoEngineForTarget, OutOfDeviceMemory,
+    ConfigError for releases that cannot share a server, AdapterNotFound, AdapterError, StoreError, CorruptBlob or
+    EngineError. Errors that follow from the manifests alone are raised before any blob is read.
+    """
+    device = torch.device("cuda:0" if targets[0].device == "cuda" else "cpu")
+    if device.type == "cuda":
+        # The host has little work, and waking a thread on each of its cores takes longer than the work.
+        torch.set_num_threads(1)
+    with cold_start.phase("resolve"):
+        deployment = deployment.resolved(store)
+        resolved = [_resolve(store, deployment.alone(release), targets) for release in deployment.releases]
+        check_alike([one.selection for one in resolved])
+        # A merge of adapters into the weights of one release must not change another one.
+        shares_weights = not deployment.adapters.names
+        selections = [one.selection for one in resolved]
+        check_memory(device, selections, ranks=deployment.ranks, shares_weights=shares_weights)
+    shared: dict[str, Tensors] = {}
+    return [
+        _load(store, deployment, one, device, cold_start, caches, shared if shares_weights else {}) for one in resolved
+    ]
+
+
 def load_release(
     store: Store,
     deployment: Deployment,
@@ -85,34 +132,43 @@ def load_release(
     cold_start: ColdStart,
     caches: RuntimeCacheFolder | None = None,
 ) -> Loaded:
-    """Load a deployment's release for the first of `targets` that it has engines for.
+    """Load the only release of a deployment. See `load_releases`."""
+    [loaded] = load_releases(store, deployment, targets, cold_start, caches)
+    return loaded
 
-    `caches`: the folder of kernels that TensorRT-RTX compiles on this GPU; None: they are not kept.
 
-    Raises ReleaseNotFound, ManifestError, UntrustedRelease, MissingComponent, NoEngineForTarget, OutOfDeviceMemory,
-    AdapterNotFound, AdapterError, StoreError, CorruptBlob or EngineError. Errors that follow from the manifest alone
-    are raised before any blob is read.
-    """
+def _resolve(store: Store, deployment: Deployment, targets: Sequence[Target]) -> _Resolved:
     [release] = deployment.releases
-    device = torch.device("cuda:0" if targets[0].device == "cuda" else "cpu")
-    if device.type == "cuda":
-        # The host has little work, and waking a thread on each of its cores takes longer than the work.
-        torch.set_num_threads(1)
-    with cold_start.phase("resolve"):
-        manifest = store.read_release(release)
-        check_signature(manifest, deployment.public_keys)
-        selection = select(manifest, targets, deployment)
-        served = served_model(selection, deployment)
-        family = FAMILIES[manifest.family]
-        unet = selection.engines[family.base.unet][0]
-        selection = selection.only(deployment.components)
-        adapter_records = read_adapters(store, deployment, selection)
-        unquantized = selection.unquantized
-        noise_schedules: dict[str, AnyNoiseSchedule] = {
-            name: schedule_from_dict(entries) for name, entries in manifest.schedulers.items()
-        }
-        check_memory(device, selection, ranks=deployment.ranks)
-    with loading_libraries(_uses_torch_on_gpu(device, selection), cold_start), WeightsCache(store, device) as cache:
+    manifest = store.read_release(release)
+    check_signature(manifest, deployment.public_keys)
+    selection = select(manifest, targets, deployment)
+    served = served_model(selection, deployment)
+    unet = selection.engines[FAMILIES[manifest.family].base.unet][0]
+    selection = selection.only(deployment.components)
+    return _Resolved(
+        release,
+        selection,
+        served,
+        unet,
+        read_adapters(store, deployment, selection),
+        {name: schedule_from_dict(entries) for name, entries in manifest.schedulers.items()},
+    )
+
+
+def _load(
+    store: Store,
+    deployment: Deployment,
+    resolved: _Resolved,
+    device: torch.device,
+    cold_start: ColdStart,
+    caches: RuntimeCacheFolder | None,
+    shared: dict[str, Tensors],
+) -> Loaded:
+    """Load one release. `shared`: see `WeightsCache`."""
+    release, selection, served = resolved.release, resolved.selection, resolved.served
+    manifest, unquantized = selection.manifest, selection.unquantized
+    uses_torch = _uses_torch_on_gpu(device, selection)
+    with loading_libraries(uses_torch, cold_start), WeightsCache(store, device, shared) as cache:
         also_streamed = [unquantized] if unquantized else []
         cache.begin([*selection.streamed_weights(), *also_streamed], cold_start)
         with cold_start.phase("fetch"):
@@ -133,12 +189,12 @@ def load_release(
                 for name, records in selection.weights.items()
             }
         library: AdapterLibrary | None = None
-        if adapter_records:
+        if resolved.adapters:
             with cold_start.phase("adapters"):
                 originals = _in_layout(cache.load(unquantized), unquantized) if unquantized else None
                 library = open_library(
                     store,
-                    adapter_records,
+                    resolved.adapters,
                     tensors,
                     originals,
                     release,
@@ -167,10 +223,10 @@ def load_release(
     model = LoadedModel(
         engines=engines,
         tokenizers=tokenizers,
-        noise_schedules=noise_schedules,
+        noise_schedules=dict(resolved.noise_schedules),
         settings=manifest.settings,
         device=device,
-        family=family,
+        family=FAMILIES[manifest.family],
         fp16_engines=fp16_engines,
         quantized=frozenset(quantized),
         fp16_steps=selection.fp16_steps or Fp16Steps(),
@@ -184,16 +240,17 @@ def load_release(
         },
     )
     weight_bytes = cache.bytes + selection.plan_weight_bytes()
+    unet = resolved.unet
     return Loaded(model, served, release, selection.target, unet.runtime, weight_bytes, plans, unet.precision)
 
 
-def load_deployment(store: Store, deployment: Deployment, cache_folder: Path, cold_start: ColdStart) -> Loaded:
-    """Load a deployment's release on this machine, whose GPU or CPU decides the target.
+def load_deployment(store: Store, deployment: Deployment, cache_folder: Path, cold_start: ColdStart) -> list[Loaded]:
+    """Load a deployment's releases on this machine, whose GPU or CPU decides the target.
 
-    `cache_folder`: for kernels that TensorRT-RTX compiles. Raises TensorRTUnavailable, and what `load_release` raises.
+    `cache_folder`: for kernels that TensorRT-RTX compiles. Raises TensorRTUnavailable, and what `load_releases` raises.
     """
     targets = find_targets(deployment.runtime)
-    return load_release(store, deployment, targets, cold_start, runtime_cache_folder(cache_folder, targets))
+    return load_releases(store, deployment, targets, cold_start, runtime_cache_folder(cache_folder, targets))
 
 
 def _uses_torch_on_gpu(device: torch.device, selection: Selection) -> bool:

@@ -1,5 +1,6 @@
 """Estimate the memory of a selection before anything is loaded."""
 
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
@@ -16,28 +17,39 @@ from model.pipeline.denoisers import StepEngines, engine_sets, find_denoiser
 from model.store.manifest import EngineRecord
 
 
-def check_memory(device: torch.device, selection: Selection, free: int | None = None, ranks: int = 1) -> None:
+def check_memory(
+    device: torch.device,
+    selections: Sequence[Selection],
+    free: int | None = None,
+    ranks: int = 1,
+    shares_weights: bool = True,
+) -> None:
     """Raise OutOfDeviceMemory if the weights, and on a GPU the loops and TensorRT, do not fit into free memory.
+
+    `selections`: one of each release. `shares_weights`: weights that several of them have count once.
 
     Without this check, a server on a CPU would be killed while it loads. The warm-up allocates the further memory of
     steps and decoding. `free`: the bytes of free memory; None: the bytes that the device reports. `ranks`: the
     number of ranks that divide the batches of the loops.
     """
-    needed = sum(blob.bytes for blob in selection.weight_blobs())
+    weights = [{blob.sha256: blob.bytes for blob in one.weight_blobs()} for one in selections]
+    needed = sum(sum(one.values()) for one in ([dict(ChainMap(*weights))] if shares_weights else weights))
+    count = f" for {len(selections)} releases" if len(selections) > 1 else ""
     if device.type != "cuda":
         free = free_host_memory() if free is None else free
         if free is not None and needed > free:
             raise OutOfDeviceMemory(
-                f"The weights take {needed / 2**30:.1f} GiB, and this machine has {free / 2**30:.1f} GiB free.",
+                f"The weights take {needed / 2**30:.1f} GiB{count}, and this machine has {free / 2**30:.1f} GiB free.",
                 "Use a machine with more memory, or raise the container's limit.",
             )
         return
-    engines = selection.engines if selection.fp16_steps is not None else _of_first_precision(selection.engines)
-    needed += tensorrt_bytes(selection) + loop_bytes(engines, ranks)
+    for one in selections:
+        engines = one.engines if one.fp16_steps is not None else _of_first_precision(one.engines)
+        needed += tensorrt_bytes(one) + loop_bytes(engines, ranks)
     free = torch.cuda.mem_get_info(device)[0] if free is None else free
     if needed > free:
         raise OutOfDeviceMemory(
-            f"Weights and loops take {needed / 2**30:.1f} GiB, and this GPU has {free / 2**30:.1f} GiB free."
+            f"Weights and loops take {needed / 2**30:.1f} GiB{count}, and this GPU has {free / 2**30:.1f} GiB free."
         )
 
 

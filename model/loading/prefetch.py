@@ -1,4 +1,4 @@
-"""Fetch the blobs of a release while the process still imports torch, which takes seconds and one core.
+"""Fetch the blobs of the releases while the process still imports torch, which takes seconds and one core.
 
 The blobs are those that `select` returns, so the load finds them fetched or in flight. No engine is opened. If the
 deployment requires a signature, it is checked before any blob is read. Imports neither torch nor numpy.
@@ -42,7 +42,8 @@ class Prefetch:
         self._store: Store | None = None
         self._opened = threading.Event()
         self._finished = threading.Event()
-        in_bucket = settings.release and settings.store.lower().startswith("s3://")
+        self._has_release = bool(settings.release or settings.releases)
+        in_bucket = self._has_release and settings.store.lower().startswith("s3://")
         self._process = _start_process(python) if in_bucket else None
         threading.Thread(target=self._run, name="preheat-prefetch", daemon=True).start()
 
@@ -68,7 +69,7 @@ class Prefetch:
 
     def _run(self) -> None:
         try:
-            if self._settings.store and self._settings.release:
+            if self._settings.store and self._has_release:
                 self._fetch()
         except PreheatError as error:
             logger.debug("prefetch: %s", error)  # the load raises and reports the same error
@@ -89,13 +90,13 @@ class Prefetch:
         targets = find_targets(settings.runtime)
         if self._process is None:
             self._opened.set()
-            manifest = store.read_release(settings.release)
-            fetch_selected(store, manifest, deployment, targets)
+            for release in (deployment := deployment.resolved(store)).releases:
+                fetch_selected(store, store.read_release(release), deployment.alone(release), targets)
             return
         self._process.send_request(settings.store, options, deployment, targets)
-        content = self._process.manifest()
-        if content is not None and isinstance(store, S3Store):
-            store.preset_manifest(settings.release, content)
+        for release, content in self._process.manifests().items():
+            if isinstance(store, S3Store):
+                store.preset_manifest(release, content)
         self._opened.set()
         self._process.wait()
 

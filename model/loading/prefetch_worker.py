@@ -1,13 +1,13 @@
-"""Fetch a release's blobs from a bucket into the cache folder, in a separate process. boto3, sockets and hashing then
-share neither the interpreter lock nor a core with the import of torch.
+"""Fetch the blobs of releases from a bucket into the cache folder, in a separate process. boto3, sockets and hashing
+then share neither the interpreter lock nor a core with the import of torch.
 
 The parent sends one line of JSON to the worker's stdin: what to fetch, and credentials. They are not arguments, because
 lists of processes show arguments. The worker ends when its stdin is closed. The parent keeps it open during the load,
 and a killed parent closes it too. Until then the worker pins its blobs, so that no other process evicts them.
 
-The worker writes to its stdout the length of the release's manifest (8 bytes, big-endian) and the manifest as stored in
-the bucket. It closes stdout when all blobs are fetched. The parent does not trust this output: the load parses it,
-checks the signature and hashes the blobs, as for any other source.
+The worker writes to its stdout a line of JSON with the name of each release and the length of its manifest, and then
+the manifests as stored in the bucket. It closes stdout when all blobs are fetched. The parent does not trust this
+output: the load parses it, checks the signature and hashes the blobs, as for any other source.
 """
 
 import json
@@ -33,7 +33,6 @@ from model.store.signature import check_signature
 from model.store.store import Store
 
 logger = logging.getLogger("preheat")
-_LENGTH_BYTES = 8
 _NICENESS = 10  # the import has priority where cores are few; at 19 the import ends before the blobs arrive
 
 
@@ -58,15 +57,19 @@ class PrefetchProcess:
             "deployment": deployment.to_json(),
             "targets": [asdict(target) for target in targets],
         }
-        with suppress(OSError):  # the process has ended, and `manifest` returns None
+        with suppress(OSError):  # the process has ended, and `manifests` returns none
             self._stdin.write(json.dumps(request, default=str).encode() + b"\n")
             self._stdin.flush()
 
-    def manifest(self) -> bytes | None:
-        """Wait for the release's manifest and return it unparsed, or None if the process could not read it."""
-        length = int.from_bytes(self._stdout.read(_LENGTH_BYTES), "big")
-        data = self._stdout.read(length)
-        return data if length and len(data) == length else None
+    def manifests(self) -> dict[str, bytes]:
+        """Wait for the releases' manifests and return them unparsed, without those that the process could not read."""
+        manifests = {}
+        with suppress(ValueError):  # the process has ended
+            for name, length in json.loads(self._stdout.readline()):
+                data = self._stdout.read(length)
+                if len(data) == length:
+                    manifests[name] = data
+        return manifests
 
     def wait(self) -> None:
         """Wait until all fetching has ended."""
@@ -108,13 +111,14 @@ def main() -> None:
     folder = request["options"].pop("cache_dir")
     try:
         store = S3Store(request["url"], StoreOptions(cache_dir=folder and Path(folder), **request["options"]))
-        deployment = Deployment.from_json(request["deployment"])
-        [release] = deployment.releases
-        manifest = store.read_manifest(release)
-        out.write(len(manifest).to_bytes(_LENGTH_BYTES, "big") + manifest)
+        deployment = Deployment.from_json(request["deployment"]).resolved(store)
+        manifests = {release: store.read_manifest(release) for release in deployment.releases}
+        lengths = [(release, len(manifest)) for release, manifest in manifests.items()]
+        out.write(json.dumps(lengths).encode() + b"\n" + b"".join(manifests.values()))
         out.flush()
         targets = [Target(**target) for target in request["targets"]]
-        fetch_selected(store, parse_manifest(manifest, release), deployment, targets)
+        for release, manifest in manifests.items():
+            fetch_selected(store, parse_manifest(manifest, release), deployment.alone(release), targets)
     except PreheatError:
         return  # the load raises and reports the same error
     done.set()

@@ -88,4 +88,5 @@ def _load(start: Start) -> LoadedModel:
     settings = start.settings
     options = settings.store_options(start.secrets)
     store, deployment = open_store(settings.required("store"), options), Deployment.of(settings).of_follower()
-    return load_deployment(store, deployment, options.cache_folder, ColdStart()).model
+    [loaded] = load_deployment(store, deployment, options.cache_folder, ColdStart())
+    return loaded.model

@@ -38,8 +38,12 @@ class JobScheduler(Protocol[JobType]):
 
     limits: Limits
 
-    def submit(self, params: GenerationParams, listener: Listener | None, preview_every: int) -> JobType:
+    def submit(
+        self, params: GenerationParams, listener: Listener | None, preview_every: int, model: int = 0
+    ) -> JobType:
         """Accept a request. `listener` is called on other threads. `preview_every`: steps between previews; 0: none.
+
+        model: the index of the release in the deployment.
 
         Raises Overloaded, Unavailable or RequestRefused.
         """

@@ -120,10 +120,10 @@ class Scheduler:
         params: GenerationParams,
         listener: Callable[[StepEvent | ImageEvent], None] | None = None,
         preview_every: int = 0,
-        indices: Collection[int] | None = None,
         model: int = 0,
+        indices: Collection[int] | None = None,
     ) -> Job:
-        """Accept a request. `indices`: the images of it to generate; None: all. `model`: the index of its runner.
+        """Accept a request. `model`: the index of its runner. `indices`: the images of it to generate; None: all.
 
         Raises Overloaded if the queue has no room, Unavailable after a device failure, RequestRefused for a request
         that cannot be planned.

@@ -25,9 +25,13 @@ class Start:
 
 @dataclass(frozen=True)
 class Submit:
-    """To a worker: generate the images `indices` of a request. streams: steps are reported."""
+    """To a worker: generate the images `indices` of a request.
+
+    model: see `JobScheduler`. streams: steps are reported.
+    """
 
     number: int
+    model: int
     params: GenerationParams
     indices: tuple[int, ...]
     streams: bool
@@ -45,13 +49,13 @@ class Cancel:
 class Ready:
     """From a worker: it serves. phases: the seconds of its cold start."""
 
-    release: ServedRelease
+    releases: list[ServedRelease]
     phases: dict[str, float]
 
 
 @dataclass(frozen=True)
 class LoadFailed:
-    """From a worker: it could not load the release, and ends."""
+    """From a worker: it could not load the releases, and ends."""
 
     error: Exception
 

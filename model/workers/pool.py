@@ -73,13 +73,13 @@ class WorkerPool:
         self._supervisor = Supervisor(workers, start, events, self._closed)
         threading.Thread(target=self._watch, name="preheat-watch", daemon=True).start()
 
-    def wait_ready(self, cold_start: ColdStart) -> ServedRelease:
+    def wait_ready(self, cold_start: ColdStart) -> list[ServedRelease]:
         """See `Supervisor.wait_ready`. Records the phases of the slowest worker."""
         loaded = self._supervisor.wait_ready()
         slowest = max(loaded, key=lambda ready: sum(ready.phases.values()))
         for phase, seconds in slowest.phases.items():
             cold_start.record(phase, seconds)
-        return loaded[0].release
+        return loaded[0].releases
 
     def add_metrics(self) -> None:
         """Add the metrics of the workers to those of this process. Imports torch."""
@@ -90,11 +90,13 @@ class WorkerPool:
 
     # -- JobScheduler -------------------------------------------------------------------------------------------------
 
-    def submit(self, params: GenerationParams, listener: Listener | None, preview_every: int) -> PoolJob:
+    def submit(
+        self, params: GenerationParams, listener: Listener | None, preview_every: int, model: int = 0
+    ) -> PoolJob:
         """See `JobScheduler`. What only a worker can refuse is the error of the job."""
         with self._lock:
             self.check_acceptable(params.num_images)
-            job = PoolJob(params, listener, preview_every)
+            job = PoolJob(params, listener, preview_every, model)
             self._give(job)
         return job
 
@@ -161,7 +163,7 @@ class WorkerPool:
         number = next(self._numbers)
         self._last_given[worker.number] = number
         worker.jobs[number] = job
-        worker.send(Submit(number, job.params, job.give(), job.listener is not None, job.preview_every))
+        worker.send(Submit(number, job.model, job.params, job.give(), job.listener is not None, job.preview_every))
         return True
 
     def _retire(self, worker: Worker) -> None:

@@ -1,4 +1,4 @@
-"""The process of a worker: it loads the release on its own GPUs, and generates the images that the server asks for.
+"""The process of a worker: it loads the releases on its own GPUs, and generates the images that the server asks for.
 
 It ends when the server ends. After a failure of its device it ends with exit code 70.
 """
@@ -69,7 +69,7 @@ def main(connection_number: int) -> None:
 
 
 def _load(settings: Settings, secrets: Mapping[str, str], sender: Sender) -> "Scheduler":
-    """Load the release and report it. If that fails, report the error and end the process."""
+    """Load the releases and report them. If that fails, report the error and end the process."""
     limits = settings.limits.model_copy(update={"max_queue": UNLIMITED_IMAGES})
     settings = settings.model_copy(update={"limits": limits})
     cold_start = ColdStart()
@@ -88,7 +88,7 @@ def _load(settings: Settings, secrets: Mapping[str, str], sender: Sender) -> "Sc
         time.sleep(_FLUSH_SECONDS)
         os._exit(FAILED_EXIT_CODE)
     gc.enable()
-    sender.send(Ready(loaded.summary, cold_start.phases))
+    sender.send(Ready([one.summary for one in loaded], cold_start.phases))
     return scheduler
 
 
@@ -115,7 +115,9 @@ class Worker:
     def _submit(self, request: Submit) -> None:
         listener = partial(self._emit, request.number, request.streams)
         try:
-            job = self._scheduler.submit(request.params, listener, request.preview_every, request.indices)
+            job = self._scheduler.submit(
+                request.params, listener, request.preview_every, request.model, request.indices
+            )
         except Exception as error:
             self._sender.send(Failed(request.number, sendable(error)))
         else:

@@ -24,12 +24,13 @@ EXIT_SECONDS = 10.0  # in which a killed process ends, unless a driver holds it
 class PoolJob:
     """A request that workers generate. Implements `RequestJob`. The pool's lock guards what is not a future."""
 
-    def __init__(self, params: GenerationParams, listener: Listener | None, preview_every: int) -> None:
+    def __init__(self, params: GenerationParams, listener: Listener | None, preview_every: int, model: int = 0) -> None:
         self.result: Future[GenerationResult] = Future()
         self.planned: Future[None] = Future()
         self.params = params
         self.listener = listener
         self.preview_every = preview_every
+        self.model = model
         self.steps = 0
         self.images_ahead = 0
         self.attempts = 0  # workers that have had it

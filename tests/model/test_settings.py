@@ -18,7 +18,7 @@ from tests.support.repository import REPOSITORY
 
 @pytest.fixture(autouse=True)
 def empty_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("STORE", "RELEASE", "RUNTIME", "PUBLIC_KEY", "CACHE_DIR", "CACHE_BYTES"):
+    for name in ("STORE", "RELEASE", "RELEASES", "RUNTIME", "PUBLIC_KEY", "CACHE_DIR", "CACHE_BYTES"):
         monkeypatch.delenv(f"PREHEAT_{name}", raising=False)
     for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
@@ -94,6 +94,18 @@ def test_environment_overrides_the_config(monkeypatch: pytest.MonkeyPatch) -> No
         read_settings(section)
 
 
+def test_a_release_of_the_environment_replaces_several_and_the_reverse(monkeypatch: pytest.MonkeyPatch) -> None:
+    several = {"releases": ["a/1", "b/*"]}
+    assert read_settings(several).release_patterns() == ("a/1", "b/*")
+    monkeypatch.setenv("PREHEAT_RELEASE", "c/1")
+    assert read_settings(several).release_patterns() == ("c/1",)
+    monkeypatch.setenv("PREHEAT_RELEASES", "a/1, b/2")
+    with pytest.raises(ConfigError, match="PREHEAT_RELEASES: a/1, b/2, and release is c/1: set one of the two"):
+        read_settings({})
+    monkeypatch.delenv("PREHEAT_RELEASE")
+    assert read_settings({"release": "c/1"}).release_patterns() == ("a/1", "b/2")
+
+
 REFUSED: list[tuple[Any, str]] = [
     ({"public_keys": "ed25519:x"}, "public_keys: is not a known field; the fields are store, .*public_key"),
     ({"public_keys": None}, "public_keys: is not a known field"),
@@ -120,6 +132,10 @@ REFUSED: list[tuple[Any, str]] = [
         {"bands_per_image": 2, "gpus_per_image": 2, "compare_every": 9},
         "bands_per_image: .*compared on one GPU only",
     ),
+    ({"release": "a/1", "releases": ["b/1"]}, "releases: b/1, and release is a/1: set one of the two"),
+    ({"releases": [1]}, "releases.0: got 1, expected a string"),
+    ({"releases": ["a/1", "b/1"], "compare_every": 9}, "compare_every: 9, and several `releases`"),
+    ({"releases": ["a/1", "b/1"], "gpus_per_image": 2}, "gpus_per_image: 2 GPUs .* several `releases`"),
     ({"gpus_per_image": 2, "loras": ["pixel"]}, "gpus_per_image: .* adapters need gpus_per_image 1"),
     ({"fp16_steps": 3}, "fp16_steps: got 3, expected a JSON object with the fields first, last"),
     ({"fp16_steps": {"first": -1}}, "fp16_steps.first: got -1"),

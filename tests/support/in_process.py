@@ -35,7 +35,7 @@ def serve_in_process(
 ) -> Iterator[httpx.Client]:
     """Return a client of a server of this release."""
     scheduler = Scheduler([Runner(loaded.model, stages)], limits or Limits(), lambda: None)
-    service = Service(loaded.summary, scheduler, ColdStart(), log_prompts)
+    service = Service([loaded.summary], scheduler, ColdStart(), log_prompts)
 
     async def predict(http: Request) -> Response:
         try:

@@ -53,7 +53,7 @@ class GenerateLoop:
         try:
             check_config(json.loads(args["model_config"]), loop_model())
             store, settings = open_release(args)
-            self._loaded, self._scheduler = start_server(
+            [self._loaded], self._scheduler = start_server(
                 settings, {}, lambda: store, ColdStart(), lambda: os._exit(FAILED_EXIT_CODE)
             )
         except Exception as error:

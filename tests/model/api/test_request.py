@@ -30,7 +30,7 @@ FIELDS = (
     "ip_adapters, width, height, num_inference_steps, guidance_scale, guidance_start, guidance_end, end_cfg_frac, "
     "scheduler, forecast, use_refiner, denoising_frac, seed, guidance_rescale, clip_skip, original_size, crop, "
     "target_size, timesteps, sigmas, num_images, upscale, output_format, quality, stream, preview_every, metadata, "
-    "describe"
+    "model, describe"
 )
 SIZES = SizeList(((1024, 1024), (832, 1216), (1216, 832)))
 SERVED = ServedModel(1024, 1024, SIZES, has_refiner=True, defaults=Defaults())
@@ -92,7 +92,7 @@ LOWEST = {
     "guidance_rescale": 0, "clip_skip": 0, "original_size": [1, 1], "crop": [0, 0], "target_size": [1, 1],
     "timesteps": [0], "sigmas": [1, 0],
     "num_images": 1, "upscale": 1, "output_format": "png", "quality": 1, "stream": False, "preview_every": 0,
-    "metadata": False, "describe": False,
+    "metadata": False, "model": "a", "describe": False,
 }  # fmt: skip
 HIGHEST = {
     "prompt": "é" * 4000, "negative_prompt": "é" * 4000, "prompt_syntax": "weighted",
@@ -110,7 +110,7 @@ HIGHEST = {
     "sigmas": [10_000.0, *map(float, range(99, -1, -1))],
     "num_images": 8, "upscale": 2,
     "output_format": "webp", "quality": 100, "stream": True, "preview_every": 100,
-    "metadata": True, "describe": True,
+    "metadata": True, "model": "a" * 160, "describe": True,
 }  # fmt: skip
 
 
@@ -440,6 +440,9 @@ def test_resolves_scales_by_block() -> None:
     ({"text_encoder": {"up": 1}}, "text_encoder expects a number from -10 to 10"),
     ({"unet": {"mid": [1]}}, "unet.mid expects a number from -10 to 10"),
     ({"unet": {"up": {"0": 1}}}, "unet.up has no block '0': name one of block_0, block_1 and so on"),
+    ({"unet": {"down": {}}}, "unet.down is empty: name a block, or leave it out"),
+    ({"unet": 10**400}, "unet expects a number from -10 to 10, or scales by block"),
+    (10**400, "got 1000"),
     ({"unet": {"up": {"block_0": []}}}, "unet.up.block_0 expects a number from -10 to 10, or a list of such numbers"),
     ({"unet": {"up": {"block_0": [1, "x"]}}}, "unet.up.block_0 expects a number from -10 to 10, or a list of such"),
     ({"unet": {"up": {"block_3": 1}}}, "unet.up has no block 'block_3': name one of block_0."),

@@ -245,7 +245,7 @@ def serving(model: LoadedModel | None = None, deadline_seconds: float = 300.0) -
     model = model or linear_model()
     scheduler = Scheduler([Runner(model)], Limits(deadline_seconds=deadline_seconds), lambda: None)
     loaded = Loaded(model, served, "linear/1", "cpu", "aot_inductor", 0)
-    yield Service(loaded.summary, scheduler, ColdStart(), False), scheduler
+    yield Service([loaded.summary], scheduler, ColdStart(), False), scheduler
     scheduler.close()
 
 

@@ -164,9 +164,9 @@ def test_refuses_plans_that_do_not_fit_into_memory(store: WritableLocalStore) ->
         ([as_holder(decoder), unet], gib // 2, 3 * gib // 2 + 1024),
     ):
         selection = select_engines(store, engines, weights)
-        check_memory(gpu, selection, free=needed)
+        check_memory(gpu, [selection], free=needed)
         with pytest.raises(OutOfDeviceMemory, match="GiB free. .* or use a GPU with more memory"):
-            check_memory(gpu, selection, free=needed - 1)
+            check_memory(gpu, [selection], free=needed - 1)
 
 
 # -- a release ----------------------------------------------------------------------------------------------------

@@ -333,9 +333,9 @@ def weight_bytes(manifest: Manifest) -> int:
 def test_refuses_weights_beyond_the_memory_of_a_gpu(empty_store: WritableLocalStore) -> None:
     manifest = empty_store.read_release(RELEASE_NAME)
     selection = select(manifest, [cpu_target()], deployed())
-    check_memory(GPU, selection, free=weight_bytes(manifest))
+    check_memory(GPU, [selection], free=weight_bytes(manifest))
     with pytest.raises(OutOfDeviceMemory, match="use a GPU with more memory"):
-        check_memory(GPU, selection, free=weight_bytes(manifest) - 1)
+        check_memory(GPU, [selection], free=weight_bytes(manifest) - 1)
 
 
 def test_refuses_weights_beyond_the_memory_of_a_cpu(empty_store: WritableLocalStore, entries: Entries) -> None:
@@ -388,6 +388,6 @@ def test_counts_the_buffers_of_all_loops(tmp_path: Path) -> None:
     engines = tuple(engine.model_copy(update={"target": target.key}) for engine in (*others, *unets))
     manifest = draft.model_copy(update={"engines": engines})
     selection = select(manifest, [target], deployed())
-    check_memory(GPU, selection, free=weight_bytes(manifest) + buffers)
+    check_memory(GPU, [selection], free=weight_bytes(manifest) + buffers)
     with pytest.raises(OutOfDeviceMemory, match="Configure smaller batches .* or fewer sizes"):
-        check_memory(GPU, selection, free=weight_bytes(manifest) + buffers - 1)
+        check_memory(GPU, [selection], free=weight_bytes(manifest) + buffers - 1)

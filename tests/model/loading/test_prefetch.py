@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import psutil
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from safetensors.torch import save
 
 from engine_builder.releases import signing
 from engine_builder.stores.local import WritableLocalStore
@@ -19,7 +20,7 @@ from model.cold_start import ColdStart
 from model.deployment import Deployment
 from model.engines.tensorrt.libraries import TENSORRT_RTX
 from model.errors import ConfigError, StoreError
-from model.loading.load import load_release
+from model.loading.load import load_release, load_releases
 from model.loading.prefetch import Prefetch
 from model.loading.select import select
 from model.settings import ServedBucket, read_settings
@@ -238,6 +239,27 @@ def test_load_finds_everything_in_the_cache(
     proxy.requests.clear()
     assert load(prefetch, settings) == RELEASE_NAME
     assert not proxy.requests, "the manifest or a blob was requested again"
+
+
+def test_fetches_several_releases(
+    start: Start, settings: dict[str, Any], manifest: Manifest, open_bucket: Opener, proxy: FaultyProxy, cache: Path,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    store = open_bucket(cache_dir=tmp_path / "unused")
+    blob = releases.put_blob(store, save(releases.toy_tensors(seed=5)))
+    weights = tuple(
+        one.model_copy(update={"blobs": (blob,)}) if one.component == "unet" else one for one in manifest.weights
+    )
+    store.write_release(manifest.model_copy(update={"version": "2", "weights": weights}))
+    several = settings | {"release": "", "releases": ["toy/*"]}
+    prefetch = start(**several)
+    prefetch.wait()
+    assert file_names(cache) == manifest.blobs().keys() | {blob.sha256}
+    proxy.requests.clear()
+    deployment = Deployment.of(read_settings(several))
+    loaded = load_releases(prefetch.store(), deployment, [cpu_target()], ColdStart())
+    assert [one.release for one in loaded] == ["toy/2", RELEASE_NAME]
+    assert not [request for request in proxy.requests if "/releases/toy/" in request.path or "/blobs/" in request.path]
 
 
 @pytest.mark.parametrize(

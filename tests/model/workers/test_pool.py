@@ -60,7 +60,7 @@ class ScriptedWorker(Worker):
             self._inbox.put(message)
 
     def load(self) -> None:
-        self.answer(Ready(RELEASE, {"import": 1.0 + self.number}))
+        self.answer(Ready([RELEASE], {"import": 1.0 + self.number}))
 
     def images(self, request: Submit, *indices: int) -> None:
         self.answer(*(Progress(request.number, ImageEvent(index, f"by {self.number}")) for index in indices))
@@ -313,7 +313,7 @@ def test_one_worker_that_loads_suffices(make: Callable[..., Scene]) -> None:
     scene.workers[0].end()
     for worker in scene.workers[1:]:
         worker.load()
-    assert scene.pool.wait_ready(cold_start) == RELEASE
+    assert scene.pool.wait_ready(cold_start) == [RELEASE]
     assert cold_start.phases == {"import": 3.0}  # of the slowest
 
 
@@ -327,7 +327,7 @@ def test_a_worker_that_loads_late_counts_as_loaded(make: Callable[..., Scene]) -
     scene.started[2].load()
     eventually(scene.pool.healthy, "a worker that serves")
     second.end()
-    assert scene.pool.wait_ready(ColdStart()) == RELEASE
+    assert scene.pool.wait_ready(ColdStart()) == [RELEASE]
 
 
 def test_one_worker_that_hangs_in_its_load_stops_nothing(
@@ -336,7 +336,7 @@ def test_one_worker_that_hangs_in_its_load_stops_nothing(
     monkeypatch.setattr(supervisor, "MORE_SECONDS", 0.2)
     scene = make()
     scene.workers[1].load()
-    assert scene.pool.wait_ready(ColdStart()) == RELEASE
+    assert scene.pool.wait_ready(ColdStart()) == [RELEASE]
 
 
 def test_a_worker_that_cannot_be_started_is_tried_again() -> None:
@@ -363,7 +363,7 @@ def test_a_kill_during_the_load_is_no_failed_load(make: Callable[..., Scene]) ->
     eventually(lambda: len(scene.started) == 4, "both workers again")
     scene.started[2].load()
     scene.started[3].load()
-    assert scene.pool.wait_ready(ColdStart()) == RELEASE
+    assert scene.pool.wait_ready(ColdStart()) == [RELEASE]
 
 
 def test_load_fails_with_the_error_of_a_worker(make: Callable[..., Scene]) -> None:

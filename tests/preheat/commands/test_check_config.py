@@ -165,6 +165,28 @@ def test_accepts_gpu_releases(gpu_store: WritableStore, release: str, tmp_path: 
         assert ("warning The config has no public_key" in output) == ("public_key" not in changes), name
 
 
+def test_checks_several_releases(gpu_store: WritableStore, release: str, tmp_path: Path) -> None:
+    own = open_writable_store(copy_store(gpu_store, tmp_path / "store"))
+    manifest = own.read_release(release)
+    changes = {"version": "9", "architectures": manifest.architectures | {"unet": "0" * 64}}
+    own.write_release(manifest.model_copy(update=changes))
+
+    def check_releases(*names: str, **changes: object) -> tuple[int, str]:
+        config = edited(tmp_path, store=own.url, release=None, releases=[*names], **changes)
+        return check(config)
+
+    code, output = check_releases(release, "tiny-sdxl/signed")
+    assert code == 0, output
+    assert f"release {release}, not signed" in output and "release tiny-sdxl/signed, signed by" in output
+    code, output = check_releases(release, "tiny-sdxl/9", "tiny-sdxl/plans")
+    assert code == 1 and f"{release} and tiny-sdxl/9 cannot share a server" in output
+    assert "Release tiny-sdxl/plans" in output  # each is refused by its name
+    code, output = check_releases(release, "tiny-sdxl/signed", public_key=str(public_key(KEY)))
+    assert code == 1 and f"{release} is not signed" in output and "tiny-sdxl/signed is not" not in output
+    code, output = check_releases("missing/*")
+    assert code == 1 and "Release missing/* was not found in" in output
+
+
 def test_reads_a_release_from_a_bucket(
     gpu_store: WritableStore,
     release: str,

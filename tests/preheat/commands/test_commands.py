@@ -214,7 +214,7 @@ SCALARS: dict[str, tuple[str, object]] = {
     "--resize": ("pad", "pad"), "--composite": ("", True), "--color-match": ("", True), "--upscale": ("2", 2),
     "--original-size": ("640x480", [480, 640]), "--crop": ("8,16", [8, 16]), "--target-size": ("64x32", [32, 64]),
     "--timesteps": ("999,500", [999, 500]), "--sigmas": ("9.5,0", [9.5, 0]), "--quality": ("80", 80),
-    "--metadata": ("", True), "--preview-every": ("2", 2),
+    "--metadata": ("", True), "--preview-every": ("2", 2), "--model": ("style/2", "style/2"),
 }  # fmt: skip
 MASKS = ["--image=a.png", "--mask=b.png", "--mask=c.png", "--mask-prompt=a storm", "--mask-prompt=red", "--feather=4"]
 MASKS += [*("--mask-negative-prompt=a", "--mask-negative-prompt=b", "--mask-strength=1", "--mask-strength=0.5")]

@@ -1,0 +1,176 @@
+"""Servers of several releases: in one process, with workers, from a bucket and behind a gateway."""
+
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from engine_builder.adapters.add import add_adapter
+from engine_builder.building.build import build
+from engine_builder.building.build_plan import BuildPlan
+from engine_builder.checkpoints.folder import Checkpoint
+from engine_builder.releases.publish import publish
+from engine_builder.stores.store import WritableStore, open_writable_store
+from model.api.resolve import resolve
+from model.cold_start import ColdStart
+from model.deployment import Deployment, ServedAdapters, resolve_releases
+from model.errors import ConfigError, ManifestError, ReleaseNotFound
+from model.loading.load import Loaded, load_release, load_releases
+from model.loading.select import Selection, check_alike, select
+from model.loading.target import detect_targets
+from model.pipeline.text_to_image import generate
+from model.request_fields import GenerationRequest
+from preheat.local_server.server import Layout, Server, with_metadata
+from tests.conftest import READY_SECONDS
+from tests.engine_builder.helpers import edit_weights, folder_of, perturb
+from tests.support.adapters import copy_store, module_shapes, random_deltas, write_adapter
+from tests.support.deployments import deployed
+from tests.support.gateway import running_gateway
+from tests.support.images import Pixels, largest_difference, pixels
+from tests.support.predictions import PREDICT_PATH, http_client
+
+RELEASES = ("toy-sdxl/1", "style/2", "style/1")
+PATTERNS = ("toy-sdxl/1", "style/*")
+REQUEST = {"prompt": "a red circle", "seed": 3, "num_inference_steps": 4, "output_format": "png"}
+
+
+@pytest.fixture(scope="module")
+def store(
+    compiled_toy_store: WritableStore, toy_folder: Path, toy_plan: BuildPlan, tmp_path_factory: pytest.TempPathFactory
+) -> WritableStore:
+    """A store with the toy, and two versions of another model, which only has another UNet."""
+    folder = tmp_path_factory.mktemp("several")
+    store = open_writable_store(shutil.copytree(folder_of(compiled_toy_store), folder / "store"))
+    checkpoint = Path(shutil.copytree(toy_folder, folder / "style"))
+    for _ in range(2):
+        edit_weights(checkpoint / "unet", perturb)
+        assert build(replace(toy_plan, base=Checkpoint(checkpoint), model="style"), store).compiled == ()
+        publish(store, "style")
+    return store
+
+
+def load(store: WritableStore, patterns: Sequence[str] = PATTERNS, **changes: Any) -> list[Loaded]:
+    return load_releases(store, Deployment(tuple(patterns), **changes), detect_targets(), ColdStart())
+
+
+def image(loaded: Loaded, **fields: Any) -> Pixels:
+    params = resolve(GenerationRequest.model_validate(REQUEST | fields), loaded.served)
+    picture: Pixels = generate(loaded.model, [params])[0][0]
+    return picture
+
+
+@pytest.fixture(scope="module")
+def alone(store: WritableStore) -> dict[str, Pixels]:
+    """The image of each release that is loaded alone."""
+    images = {name: image(load_release(store, deployed(name), detect_targets(), ColdStart())) for name in RELEASES}
+    assert all(largest_difference(images[a], images[b]) > 10 for a, b in combinations(RELEASES, 2))
+    return images
+
+
+def test_images_are_those_of_each_release(store: WritableStore, alone: dict[str, Pixels]) -> None:
+    loaded = load(store)
+    assert [one.release for one in loaded] == [*RELEASES]
+    assert all(np.array_equal(image(one), alone[one.release]) for one in loaded)
+    first, *others = (store.read_release(name) for name in RELEASES)
+    known = {digest for record in first.weights for digest in record.identity}
+    for one, manifest in zip(loaded[1:], others, strict=True):  # the other networks are loaded once
+        own = sum(blob.bytes for record in manifest.weights for blob in record.blobs if blob.sha256 not in known)
+        assert one.weight_bytes == pytest.approx(own, rel=0.1) and one.weight_bytes < 0.7 * loaded[0].weight_bytes
+
+
+def test_adapters_of_one_release_change_no_other(
+    store: WritableStore, toy_folder: Path, alone: dict[str, Pixels], tmp_path: Path
+) -> None:
+    own = open_writable_store(copy_store(store, tmp_path / "store"))
+    shared_layers = re.compile(r"text_encoder_2\..*[qv]_proj")
+    deltas = random_deltas(module_shapes(toy_folder), shared_layers, rank=2, seed=1, spread=0.5)
+    add_adapter(own, "spots", write_adapter(tmp_path / "spots.safetensors", deltas, "kohya"), "style/1")
+    loaded = load(own, adapters=ServedAdapters(("spots",)))
+    for one in loaded:
+        assert not np.array_equal(image(one, loras=[{"name": "spots"}]), alone[one.release])  # stays merged
+        for other in loaded:
+            assert other is one or np.array_equal(image(other), alone[other.release])
+
+
+def selection_of(store: WritableStore, release: str) -> Selection:
+    return select(store.read_release(release), detect_targets(), deployed(release))
+
+
+def test_refuses_releases_that_differ_in_more_than_weights(store: WritableStore) -> None:
+    first, second = (selection_of(store, name) for name in RELEASES[:2])
+    check_alike([first, second])
+    manifest = second.manifest
+    architectures = manifest.architectures | {"unet": "0" * 64}
+    fewer = {name: records for name, records in second.engines.items() if name != "vae_encoder"}
+    for other, cause in (
+        (replace(second, manifest=manifest.model_copy(update={"family": "sd"})), "the family sd"),
+        (replace(second, manifest=manifest.model_copy(update={"architectures": architectures})), "of unet: 0000"),
+        (replace(second, engines=fewer), "Only toy-sdxl/1 has an engine of vae_encoder in fp32"),
+    ):
+        with pytest.raises(ConfigError, match="toy-sdxl/1 and style/2 cannot share a server") as refused:
+            check_alike([first, other])
+        assert cause in str(refused.value)
+
+
+def test_resolves_patterns(store: WritableStore) -> None:
+    assert resolve_releases(PATTERNS, store) == RELEASES
+    assert resolve_releases(("style/1", "style/*"), store) == ("style/1", "style/2")
+    for pattern in ("other/*", "../*", "*"):
+        with pytest.raises((ReleaseNotFound, ManifestError)):
+            load(store, [pattern])
+
+
+# -- servers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two workers"])
+def server(
+    request: pytest.FixtureRequest, layout: Layout, store: WritableStore, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("server")
+    root = Path(shutil.copytree(layout.root, folder / "root"))
+    copied = replace(layout, root=root, app=root / "app", packages=root / "packages")
+    metadata = layout.config["model_metadata"]
+    metadata = metadata | {"preheat": metadata["preheat"] | {"workers": request.param}}
+    environment = {"PREHEAT_STORE": store.url, "PREHEAT_RELEASES": ",".join(PATTERNS)}
+    with Server(with_metadata(copied, metadata), environment=environment, log=folder / "log") as running:
+        running.wait_ready(READY_SECONDS)
+        yield running
+
+
+def check_image(client: httpx.Client, expected: Pixels, query: str = "", **fields: Any) -> None:
+    answer = client.post(PREDICT_PATH + query, json=REQUEST | fields)
+    assert answer.status_code == 200, answer.text
+    # Processes with other numbers of threads sum in another order.
+    assert largest_difference(pixels(answer.json()["images"][0]["data"]), expected) <= 1
+
+
+def test_requests_name_a_release(server: Server, alone: dict[str, Pixels]) -> None:
+    with http_client(server) as client:
+        for name in RELEASES:
+            check_image(client, alone[name], model=name)
+        check_image(client, alone["toy-sdxl/1"])
+        check_image(client, alone["toy-sdxl/1"], model="toy-sdxl")
+        for unknown in ("other", "style/3", "style"):
+            answer = client.post(PREDICT_PATH, json=REQUEST | {"model": unknown})
+            assert answer.status_code == 400, answer.text
+            assert "expected one of toy-sdxl/1, style/2, style/1" in answer.text and answer.json()["field"] == "model"
+        description = client.post(PREDICT_PATH, json={"prompt": "x", "describe": True, "model": "style/1"}).json()
+        assert (description["release"], description["models"]) == ("style/1", [*RELEASES])
+
+
+def test_gateway_offers_each_release(server: Server, alone: dict[str, Pixels]) -> None:
+    with running_gateway([server.url]) as url, httpx.Client(base_url=url, trust_env=False, timeout=120) as client:
+        listed = client.get("/v1/models").json()["data"]
+        assert [model["id"] for model in listed] == [*RELEASES]
+        for name, expected in alone.items():
+            check_image(client, expected, model=name)
+            check_image(client, expected, query=f"?model={name}")
+        assert client.post(PREDICT_PATH, json=REQUEST | {"model": "style"}).status_code == 404
