@@ -65,7 +65,8 @@ def measure_start(case: StartCase, release: str, request: dict[str, Any], work_f
     `work_folder`: the folder of the server's cache, which is deleted afterwards.
     """
     with tempfile.TemporaryDirectory(prefix="cache-", dir=work_folder, ignore_cleanup_errors=True) as cache:
-        environment = {"PREHEAT_STORE": case.store, "PREHEAT_RELEASE": release, "PREHEAT_CACHE_DIR": cache}
+        environment = {"PREHEAT_STORE": case.store, "PREHEAT_RELEASE": release, "PREHEAT_RELEASES": ""}
+        environment["PREHEAT_CACHE_DIR"] = cache
         began = time.perf_counter()
         with Server(case.layout, environment=environment) as server:
             server.wait_ready(_TIMEOUT_SECONDS)

@@ -50,7 +50,7 @@ def load_in_process(store: str, release: str, **changes: object) -> Loaded:
 
     Raises as `load_deployment` does.
     """
-    settings = read_settings().model_copy(update={"release": release} | changes)
+    settings = read_settings().of_release(release).model_copy(update=changes)
     options = settings.store_options()
     opened = open_store(store, options)
     [loaded] = load_deployment(opened, Deployment.of(settings), options.cache_folder, ColdStart())

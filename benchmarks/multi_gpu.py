@@ -27,7 +27,7 @@ def load_ranked(store: str, release: str, gpus: int, bands: int = 1) -> Iterator
     their number is no multiple of `bands`, RankFailed, and what `load_release` raises.
     """
     ranks = {"gpus_per_image": gpus, "bands_per_image": bands}
-    settings = read_settings(ranks).model_copy(update={"store": store, "release": release})
+    settings = read_settings(ranks).of_release(release).model_copy(update={"store": store})
     # First, so that nothing is started for a release that does not load.
     alone = load_in_process(store, release)
     with_bands = load_in_process(store, release, **ranks) if bands > 1 else alone

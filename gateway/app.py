@@ -156,8 +156,10 @@ class Gateway:
             message = " ".join(f"{'.'.join(map(str, one['loc'])) or 'request'}: {one['msg']}." for one in problems)
             raise ApiError(400, message, field, "refused") from error
         given = {name: value for name, value in given.items() if value is not None}  # null stands for a missing value
-        named = given.pop("model", None)
-        description = await self._backends.description_of(http.query_params.get("model") or named)
+        names = {http.query_params.get("model"), given.pop("model", None)} - {None}
+        if len(names) > 1:
+            raise ApiError(400, "The address and the body name different models.", "model", "refused")
+        description = await self._backends.description_of(names.pop() if names else None)
         if given.get("describe"):
             return JSONResponse(description, headers=_headers(http))
         if not given.get("stream"):

@@ -26,6 +26,7 @@ from typing_extensions import TypeAliasType
 from gateway.bounded_reading import SMALL_LINE_BYTES, HeldLines, InvalidAnswer, LineReader
 from gateway.errors import ApiError
 from model.api.describe import Description
+from model.store.manifest_json import MAX_RELEASE_NAME
 from model.validation import LARGEST_SIDE, MAX_STEPS, SEED_COUNT, ImageFormat
 
 MAX_EVENTS = 200_000  # of one answer; the most steps of a request are 12,800, and heartbeats come every second
@@ -52,7 +53,7 @@ _Count = Annotated[int, Field(ge=0, le=2**31)]
 _Pixels = Annotated[int, Field(ge=1, le=2 * LARGEST_SIDE)]
 _Seed = Annotated[int, Field(ge=0, lt=SEED_COUNT)]
 _File = Annotated[str, Field(min_length=1), AfterValidator(_check_base64)]
-_Name = Annotated[str, Field(min_length=1, max_length=256)]
+_Name = Annotated[str, Field(min_length=1, max_length=MAX_RELEASE_NAME)]
 _Text = Annotated[str, Field(min_length=1, max_length=2**14)]
 
 
@@ -137,6 +138,7 @@ _DESCRIPTION: Any = create_model(
     **{name: (kind | None, None) for name, kind in get_type_hints(Description).items()}
     | {
         "release": (_Name, ...),
+        "models": (list[_Name] | None, None),
         "defaults": (_Defaults, ...),
         "sizes": (_Sizes | None, None),
         "image_sizes": (_Sizes | None, None),

@@ -43,7 +43,6 @@ _CONNECT_SECONDS = 5.0
 _PIECE_BYTES = 2**18  # of a body that is sent
 _MAX_RETRY_SECONDS = 3600  # a longer Retry-After is a mistake
 _DESCRIBE = {"prompt": "description", "describe": True}
-_MAX_MODELS = 64  # of a server
 logger = logging.getLogger("preheat.gateway")
 
 
@@ -179,11 +178,15 @@ class Backends:
         problem = ""
         try:
             async with asyncio.timeout(seconds):
-                first = await self._read_description(backend, seconds, None)
-                found = {first["release"]: first}
-                for model in (first.get("models") or [])[:_MAX_MODELS]:
-                    if model not in found:
-                        found[model] = await self._read_description(backend, seconds, model)
+                found: dict[str, Event] = {}
+                models: list[str | None] = [None]
+                left = MAX_DESCRIPTION_BYTES
+                while models:
+                    description, size = await self._read_description(backend, seconds, models.pop(0), left)
+                    if not found:
+                        models += (description.get("models") or [])[1:]
+                    found[description["release"]] = description
+                    left -= size
             backend.descriptions, backend.described_at = found, now
         except (httpx.HTTPError, TimeoutError) as error:
             backend.mark_down()
@@ -194,16 +197,22 @@ class Backends:
             logger.warning("Backend %s has no description: %s.", backend.name, problem)
         backend.description_problem = problem
 
-    async def _read_description(self, backend: Backend, seconds: float, model: str | None) -> Event:
-        """Return the description of a server's release, by default of its first one. Raises InvalidAnswer."""
+    async def _read_description(
+        self, backend: Backend, seconds: float, model: str | None, max_bytes: int
+    ) -> tuple[Event, int]:
+        """Return the description of a server's release, by default of its first one, and its bytes.
+
+        Raises InvalidAnswer.
+        """
         request = _DESCRIBE if model is None else _DESCRIBE | {"model": model}
         async with self._send(backend, seconds, request) as answer:
             if answer.status_code != 200:
                 raise InvalidAnswer(f"its status is {answer.status_code}")
-            description = parse_description(await read_body(answer, MAX_DESCRIPTION_BYTES))
+            body = await read_body(answer, max_bytes)
+        description = parse_description(body)
         if model not in (None, description["release"]):
             raise InvalidAnswer(f"it describes {description['release']!r} in place of {model!r}")
-        return description
+        return description, len(body)
 
     async def description_of(self, model: str | None) -> Event:
         """Return the description of a release, by default the first one of the first server. Raises ApiError.
@@ -220,8 +229,10 @@ class Backends:
         known = self._known()
         if not known:
             raise ApiError(503, "No backend can be reached.", None, "backend_unavailable", int(DOWN_SECONDS))
-        by_name = {description["release"]: description for _, description in reversed(known)}
-        names = list(reversed(by_name))
+        by_name: dict[str, Event] = {}
+        for _, description in known:
+            by_name.setdefault(description["release"], description)
+        names = list(by_name)
         try:
             return by_name[names[find_release(names, model)]]
         except RequestRefused as error:
@@ -235,7 +246,7 @@ class Backends:
     def _is_settled(self, model: str | None) -> bool:
         """True if a description fits that no later one would replace: of a server that is up, or the first for None."""
         if model is not None:
-            return any(backend.is_up() and _fits(one["release"], model) for backend, one in self._known())
+            return any(backend.is_up() and one["release"] == model for backend, one in self._known())
         first = next((backend for backend in self.all if backend.descriptions or backend.wait_left() > 0), None)
         return first is not None and not first.wait_left() > 0
 
@@ -266,7 +277,11 @@ class Backends:
                     elif answer.status_code == 503:
                         backend.mark_down()
                     elif answer.status_code != 200:
-                        raise await _refusal(backend, answer)
+                        refused = await _refusal(backend, answer)
+                        if not named or (refused.status, refused.param) != (400, "model"):
+                            raise refused
+                        is_replaced = True
+                        backend.forget_descriptions(model)
                     else:
                         max_bytes = max_line_bytes(request, backend.descriptions.get(model, {}))
                         lines = read_events(answer, images, max_bytes, self._held)

@@ -86,8 +86,9 @@ class Deployment:
         return replace(self, releases=resolve_releases(self.releases, store))
 
     def alone(self, release: str) -> "Deployment":
-        """Return the deployment of one of the releases."""
-        return replace(self, releases=(release,))
+        """Return the deployment of one of the releases, with its share of the memory for unused adapters."""
+        share = self.adapters.cache_bytes // len(self.releases)
+        return replace(self, releases=(release,), adapters=replace(self.adapters, cache_bytes=share))
 
     def of_follower(self) -> "Deployment":
         """Return what a rank other than 0 loads: no adapters, which one GPU alone serves, and no safety checker."""

@@ -25,6 +25,7 @@ from pydantic_core import InitErrorDetails
 
 from model.adapters.block_scales import check_scale
 from model.denoising.sampler_specs import SAMPLERS, SPECS, takers
+from model.store.manifest_json import MAX_RELEASE_NAME
 from model.validation import (
     LARGEST_SIDE,
     MAX_CLIP_SKIP,
@@ -418,7 +419,7 @@ class GenerationRequest(RequestModel, defer_build=False):
         ANSWER,
         default=False,
     )
-    model: Annotated[str, Len(1, 160)] | None = _field(
+    model: Annotated[str, Len(1, MAX_RELEASE_NAME)] | None = _field(
         "The release to use, by its name (`style/3`) or by its model's (`style`), if no other version of it is served. "
         "Default: the deployment's first.",
         ANSWER,

@@ -145,6 +145,13 @@ class Settings(StrictModel):
     """What happens with images that the release's safety checker flags: nothing, as it is not loaded (off); the answer
     states it (flag); and they are replaced by black images (blank)."""
 
+    @field_validator("release")
+    @classmethod
+    def _check_release(cls, release: str) -> str:
+        if release.endswith("/*"):
+            raise refusal(f"{release}, and only `releases` may stand for all versions of a model")
+        return release
+
     @field_validator("releases")
     @classmethod
     def _check_releases(cls, releases: list[str], info: ValidationInfo) -> list[str]:
@@ -217,6 +224,10 @@ class Settings(StrictModel):
             )
         return self.workers
 
+    def of_release(self, release: str) -> "Settings":
+        """Return the settings of a deployment of this release only."""
+        return self.model_copy(update={"release": release, "releases": []})
+
     def release_patterns(self) -> tuple[str, ...]:
         """Return `release`, or `releases`. Raises ConfigError if neither is configured."""
         return tuple(self.releases) or (self.required("release"),)
@@ -268,7 +279,7 @@ def read_settings(
             del values[name]
     sources = {}
     for name in variables:
-        variable = next((variable for variable in _VARIABLES[name] if environment.get(variable)), None)
+        variable = next((one for one in _VARIABLES[name] if environment.get(one, "").strip(", ")), None)
         if variable is not None:
             values[name], sources[name] = environment[variable], variable
     for name, other in (("release", "releases"), ("releases", "release")):

@@ -58,10 +58,10 @@ class DeploymentCheck:
             return None
 
 
-def check_deployment(path: Path, store: str | None = None, release: str | None = None) -> DeploymentCheck:
-    """Check the config at `path`. `store` and `release` replace its own. Refusals are returned, not raised.
+def check_deployment(path: Path, store: str | None = None, releases: Sequence[str] = ()) -> DeploymentCheck:
+    """Check the config at `path`. `store` and `releases` replace its own. Refusals are returned, not raised.
 
-    The files of a `release` are not compared with those that the config mounts.
+    The files of `releases` are not compared with those that the config mounts.
     """
     check = DeploymentCheck()
     config = check.attempt(lambda: _read_config(path))
@@ -71,7 +71,7 @@ def check_deployment(path: Path, store: str | None = None, release: str | None =
     if settings is None:
         return check
     own_store = settings.store
-    mount = check.attempt(lambda: find_mount(config, own_store)) if release is None else None
+    mount = None if releases else check.attempt(lambda: find_mount(config, own_store))
     if mount is not None and store is None:
         source = check.attempt(lambda: _source_of(mount))
         if source is None:
@@ -79,9 +79,9 @@ def check_deployment(path: Path, store: str | None = None, release: str | None =
         settings = settings.model_copy(update={"store": source})
     if store is not None:
         settings = settings.model_copy(update={"store": store})
-    if release is not None:
-        settings = settings.model_copy(update={"release": release, "releases": []})
-    if mount is None and release is None:
+    if releases:
+        settings = settings.model_copy(update={"release": "", "releases": [*releases]})
+    if mount is None and not releases:
         _check_secrets(check, config, settings)
     check.attempt(lambda: _check_gpus(config, settings))
     torch = check.attempt(lambda: _pinned_torch(check, config))

@@ -71,8 +71,8 @@ def files_of(
     return [*records, *sorted(map(blob_key, digests))]
 
 
-def mounting_entries(store: str, release: str, location: str, files: Sequence[str]) -> dict[str, Any]:
-    """Return the entries of a Truss config that mount these files of a store, and read the release from the mount.
+def mounting_entries(store: str, releases: Sequence[str], location: str, files: Sequence[str]) -> dict[str, Any]:
+    """Return the entries of a Truss config that mount these files of a store, and read the releases from the mount.
 
     Raises ConfigError for a store or a folder that a platform cannot mount.
     """
@@ -84,5 +84,6 @@ def mounting_entries(store: str, release: str, location: str, files: Sequence[st
     if not PurePosixPath(location).is_absolute() or "," in location:
         raise ConfigError(f"{location!r} is not an absolute folder.", "Name one, such as /app/preheat-store.")
     source = {"source": store.rstrip("/"), "mount_location": location, "allow_patterns": list(files)}
-    settings = {"store": Path(location).as_uri(), "release": release}
+    named = {"releases": [*releases]} if len(releases) > 1 else {"release": releases[0]}
+    settings = {"store": Path(location).as_uri()} | named
     return {"weights": [source], "model_metadata": {"preheat": settings}}

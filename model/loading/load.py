@@ -82,14 +82,17 @@ class Loaded:
 
 @dataclass(frozen=True)
 class _Resolved:
-    """What the manifest of a release says of its load. selection: of the deployment's components only."""
+    """What the manifest of a release says of its load. deployment: of this release alone. selection: of the
+    deployment's components only. bytes_to_come: of the weights that are loaded after those of this release.
+    """
 
-    release: str
+    deployment: Deployment
     selection: Selection
     served: ServedModel
     unet: EngineRecord
     adapters: Sequence[AdapterRecord]
     noise_schedules: Mapping[str, AnyNoiseSchedule]
+    bytes_to_come: int = 0
 
 
 def load_releases(
@@ -120,9 +123,12 @@ def load_releases(
         selections = [one.selection for one in resolved]
         check_memory(device, selections, ranks=deployment.ranks, shares_weights=shares_weights)
     shared: dict[str, Tensors] = {}
-    return [
-        _load(store, deployment, one, device, cold_start, caches, shared if shares_weights else {}) for one in resolved
-    ]
+    loaded = []
+    for number, one in enumerate(resolved, 1):
+        to_come = sum(blob.bytes for later in selections[number:] for blob in later.weight_blobs())
+        one = replace(one, bytes_to_come=to_come)
+        loaded.append(_load(store, one, device, cold_start, caches, shared if shares_weights else {}))
+    return loaded
 
 
 def load_release(
@@ -146,7 +152,7 @@ def _resolve(store: Store, deployment: Deployment, targets: Sequence[Target]) ->
     unet = selection.engines[FAMILIES[manifest.family].base.unet][0]
     selection = selection.only(deployment.components)
     return _Resolved(
-        release,
+        deployment,
         selection,
         served,
         unet,
@@ -157,7 +163,6 @@ def _resolve(store: Store, deployment: Deployment, targets: Sequence[Target]) ->
 
 def _load(
     store: Store,
-    deployment: Deployment,
     resolved: _Resolved,
     device: torch.device,
     cold_start: ColdStart,
@@ -165,8 +170,9 @@ def _load(
     shared: dict[str, Tensors],
 ) -> Loaded:
     """Load one release. `shared`: see `WeightsCache`."""
-    release, selection, served = resolved.release, resolved.selection, resolved.served
+    deployment, selection, served = resolved.deployment, resolved.selection, resolved.served
     manifest, unquantized = selection.manifest, selection.unquantized
+    [release] = deployment.releases
     uses_torch = _uses_torch_on_gpu(device, selection)
     with loading_libraries(uses_torch, cold_start), WeightsCache(store, device, shared) as cache:
         also_streamed = [unquantized] if unquantized else []
@@ -201,6 +207,7 @@ def _load(
                     device,
                     deployment.adapters.cache_bytes,
                     _lora_down(selection),
+                    resolved.bytes_to_come,
                 )
                 served = replace(served, unet_blocks=unet_blocks(library.layers))
         with cold_start.phase("engines"):

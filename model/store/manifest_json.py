@@ -28,6 +28,9 @@ def parse_constants(data: bytes) -> dict[str, Constant]:
         raise ManifestError(f"The engine's map of constants is damaged at {problem(error)}.") from error
 
 
+MAX_RELEASE_NAME = 257  # characters
+
+
 def split_name(name: str) -> tuple[str, str]:
     """Return the parts of "model/version". Raises ManifestError for other names, which could leave the store."""
     parts = name.split("/")

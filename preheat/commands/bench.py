@@ -221,7 +221,7 @@ def cold_start(
                 with activity(f"Copying {release} to {url}"):
                     copy_release(local, open_cli_store(url), release)
             settings = read_settings(layouts[0].config["model_metadata"]["preheat"])
-            deployment = Deployment.of(settings.model_copy(update={"release": release}))
+            deployment = Deployment.of(settings.of_release(release))
             blobs = select(manifest, find_targets(deployment.runtime), deployment).blobs()
             reading = [starts.read_row(url, settings.store_options(), blobs, runs, release, precision, steps)]
         names = [f", {against if path in earlier else path}" if len(paths) > 1 else "" for path in paths]

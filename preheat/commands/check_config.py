@@ -33,7 +33,7 @@ def check_config(
 
 
 def weights(
-    name: Annotated[str, typer.Argument(help="The release, MODEL/VERSION.")],
+    names: Annotated[list[str], typer.Argument(metavar="name", help="The releases, MODEL/VERSION.")],
     store: StoreOption = DEFAULT_STORE,
     config: Annotated[
         Path | None,
@@ -41,19 +41,20 @@ def weights(
     ] = None,
     mount: Annotated[str, typer.Option(help="The folder in the replica.")] = "/app/preheat-store",
 ) -> None:
-    """Print the entries of a config.yaml with which the platform mounts a release before a replica starts."""
+    """Print the entries of a config.yaml with which the platform mounts releases before a replica starts."""
     import yaml
 
     from engine_builder.releases.deployment import check_deployment
     from engine_builder.releases.mounts import files_of, mounting_entries
 
     if config is None:
-        files = files_of(open_cli_store(store, must_exist=True).read_release(name))
+        opened = open_cli_store(store, must_exist=True)
+        files = [*dict.fromkeys(key for name in names for key in files_of(opened.read_release(name)))]
     else:
-        check = check_deployment(config, store, release=name)
+        check = check_deployment(config, store, names)
         for error in check.refusals:
             say(f"[red]refused[/] {plain(error)}")
         if check.refusals:
             raise typer.Exit(1)
         files = check.files
-    print(_ABOUT_ENTRIES + yaml.safe_dump(mounting_entries(store, name, mount, files), sort_keys=False), end="")
+    print(_ABOUT_ENTRIES + yaml.safe_dump(mounting_entries(store, names, mount, files), sort_keys=False), end="")

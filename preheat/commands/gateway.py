@@ -68,7 +68,7 @@ def playground(
     listen("127.0.0.1", port, _import_serve().GatewayConfigError).close()
     opened_store = open_cli_store(store)
     manifest = run_publish(opened_store, run_build(opened_store, parse_plan(str(model), with_refiner=False)).model)
-    with demo.serving(ROOT, DEMO_CONFIG, SERVERS, opened_store.url, manifest.name) as server:
+    with demo.serving(ROOT, DEMO_CONFIG, SERVERS, opened_store.url, [manifest.name]) as server:
         with activity("Starting the Truss server"):
             server.wait_ready(300)
         _run([server.url], None, "127.0.0.1", port)

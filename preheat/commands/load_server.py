@@ -86,7 +86,7 @@ def load(
     if url is not None:
         outcomes = drive(url)
     else:
-        with demo.serving(ROOT, config, SERVERS, opened_store.url, release) as server:
+        with demo.serving(ROOT, config, SERVERS, opened_store.url, [release]) as server:
             with activity(f"Starting {release}"):
                 server.wait_ready(600)
             outcomes = drive(server.url)

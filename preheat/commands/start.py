@@ -7,6 +7,7 @@ import typer
 from rich.table import Table
 
 from gateway.endpoint import parse_endpoint
+from model.deployment import resolve_releases
 from model.errors import PreheatError
 from preheat.commands.build import run_build
 from preheat.commands.build_arguments import parse_plan
@@ -32,7 +33,9 @@ from preheat.local_server.client import generate as call
 
 
 def serve(
-    release: Annotated[str, typer.Argument(envvar="PREHEAT_RELEASE", help="MODEL/VERSION.")],
+    releases: Annotated[
+        list[str], typer.Argument(envvar="PREHEAT_RELEASE", help="MODEL/VERSION; MODEL/* stands for all versions.")
+    ],
     store: StoreOption = DEFAULT_STORE,
     config: ConfigOption = DEMO_CONFIG,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port on 127.0.0.1.")] = 8080,
@@ -44,11 +47,14 @@ def serve(
     ends it, and a third one kills the server.
     """
     opened_store = open_cli_store(store, cache_dir)
-    opened_store.read_release(release)  # a missing release is refused before the server's files are laid out
-    with demo_run.serving(ROOT, config, SERVERS, opened_store.url, release, port) as server:
-        with activity(f"Starting {release}"):
+    names = resolve_releases(releases, opened_store)
+    for name in names:  # a missing release is refused before the server's files are laid out
+        opened_store.read_release(name)
+    listed = ", ".join(names)
+    with demo_run.serving(ROOT, config, SERVERS, opened_store.url, names, port) as server:
+        with activity(f"Starting {listed}"):
             server.wait_ready(600)
-        console.print(f"Serving [bold]{plain(release)}[/] at {server.url}/v1/models/model:predict (Ctrl-C ends it)")
+        console.print(f"Serving [bold]{plain(listed)}[/] at {server.url}/v1/models/model:predict (Ctrl-C ends it)")
         _print_cold_start(demo_run.cold_start_phases(server.url))
         try:
             code = server.wait()
@@ -75,7 +81,7 @@ def demo(
     manifest = run_publish(store, draft.model)
     request = {"prompt": prompt, "seed": seed, "output_format": format_of(out), "use_refiner": refiner}
     log = ROOT / ".preheat" / "demo" / "server.log"
-    with demo_run.serving(ROOT, DEMO_CONFIG, SERVERS, store.url, manifest.name, kept_log=log) as server:
+    with demo_run.serving(ROOT, DEMO_CONFIG, SERVERS, store.url, [manifest.name], kept_log=log) as server:
         with activity("Starting the Truss server"):
             server.wait_ready(300)
         endpoint = parse_endpoint(server.url, variables={})

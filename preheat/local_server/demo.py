@@ -3,7 +3,7 @@
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,11 +22,11 @@ def serving(
     config: Path,
     work: Path,
     store: str,
-    release: str,
+    releases: Sequence[str],
     port: int | None = None,
     kept_log: Path | None = None,
 ) -> Iterator[Server]:
-    """Run the real Truss server on 127.0.0.1, from a Docker context of `root`, serving one release.
+    """Run the real Truss server on 127.0.0.1, from a Docker context of `root`, serving releases.
 
     The context, the image's files and the log are written to a new folder under `work`. At the end the log is
     copied to the file `kept_log`, and the folder is deleted. Raises ConfigError, ServerFailed or FolderFailed.
@@ -35,7 +35,13 @@ def serving(
     listen("127.0.0.1", port or 0, ServerFailed).close()  # a port that is taken is refused at once
     with server_folder(work) as folder:
         layout = lay_out(build_context(root, config, folder.path), folder.path / "image")
-        environment = {"PREHEAT_STORE": store, "PREHEAT_RELEASE": release}
+        # Some settings of a config are for one release only. An empty variable hides that of this machine.
+        several = len(releases) > 1
+        environment = {
+            "PREHEAT_STORE": store,
+            "PREHEAT_RELEASE": "" if several else releases[0],
+            "PREHEAT_RELEASES": ",".join(releases) if several else "",
+        }
         log = folder.path / "server.log"
         try:
             with Server(layout, environment=environment, port=port, log=log, inherited=(folder.lock,)) as server:

@@ -104,6 +104,9 @@ def test_a_release_of_the_environment_replaces_several_and_the_reverse(monkeypat
         read_settings({})
     monkeypatch.delenv("PREHEAT_RELEASE")
     assert read_settings({"release": "c/1"}).release_patterns() == ("a/1", "b/2")
+    assert read_settings({}).of_release("d/1").release_patterns() == ("d/1",)
+    monkeypatch.setenv("PREHEAT_RELEASES", " , ")
+    assert read_settings({"release": "c/1"}).release_patterns() == ("c/1",)
 
 
 REFUSED: list[tuple[Any, str]] = [
@@ -133,6 +136,7 @@ REFUSED: list[tuple[Any, str]] = [
         "bands_per_image: .*compared on one GPU only",
     ),
     ({"release": "a/1", "releases": ["b/1"]}, "releases: b/1, and release is a/1: set one of the two"),
+    ({"release": "a/*"}, r"release: a/\*, and only `releases` may stand for all versions of a model"),
     ({"releases": [1]}, "releases.0: got 1, expected a string"),
     ({"releases": ["a/1", "b/1"], "compare_every": 9}, "compare_every: 9, and several `releases`"),
     ({"releases": ["a/1", "b/1"], "gpus_per_image": 2}, "gpus_per_image: 2 GPUs .* several `releases`"),

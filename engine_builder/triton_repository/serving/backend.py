@@ -32,7 +32,7 @@ def open_release(args: Mapping[str, str]) -> tuple[LocalStore, Settings]:
     names = store.releases()
     if len(names) != 1:
         raise TritonConfigError(f"{folder} has {len(names)} releases, and a version has one.")
-    return store, read_settings().model_copy(update={"release": names[0], "releases": [], "loras": []})
+    return store, read_settings().of_release(names[0]).model_copy(update={"loras": []})
 
 
 def as_triton_error(model: str, error: Exception) -> Exception:

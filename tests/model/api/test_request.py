@@ -110,7 +110,7 @@ HIGHEST = {
     "sigmas": [10_000.0, *map(float, range(99, -1, -1))],
     "num_images": 8, "upscale": 2,
     "output_format": "webp", "quality": 100, "stream": True, "preview_every": 100,
-    "metadata": True, "model": "a" * 160, "describe": True,
+    "metadata": True, "model": "a" * 257, "describe": True,
 }  # fmt: skip
 
 

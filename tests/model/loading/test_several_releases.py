@@ -1,5 +1,6 @@
 """Servers of several releases: in one process, with workers, from a bucket and behind a gateway."""
 
+import itertools
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -97,6 +98,21 @@ def test_adapters_of_one_release_change_no_other(
         assert not np.array_equal(image(one, loras=[{"name": "spots"}]), alone[one.release])  # stays merged
         for other in loaded:
             assert other is one or np.array_equal(image(other), alone[other.release])
+
+
+def test_times_of_all_releases_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = itertools.count()
+    cold_start = ColdStart()
+    monkeypatch.setattr("model.cold_start.time.perf_counter", lambda: next(now))
+    for _ in range(2):
+        with cold_start.phase("weights"):
+            pass
+    assert cold_start.phases == {"weights": 2}
+
+
+def test_releases_share_the_memory_of_unused_adapters() -> None:
+    deployment = Deployment(RELEASES, adapters=ServedAdapters(("spots",), cache_bytes=3000))
+    assert deployment.alone(RELEASES[1]) == deployed(RELEASES[1], adapters=ServedAdapters(("spots",), cache_bytes=1000))
 
 
 def selection_of(store: WritableStore, release: str) -> Selection:

@@ -275,14 +275,18 @@ def test_generate_writes_previews_and_describes(sandbox: Path, server: CountingS
     ]
     whole = json.dumps({**done, "data": PNG, "images": [image]}).encode()
     server.bodies = ["\n".join(map(json.dumps, lines)).encode(), whole, whole]
-    options = (["--previews=p.jpg", "--out=a.png", "x"], ["--no-stream", "--out=b.png", "x"], ["--describe"])
+    options = (
+        ["--previews=p.jpg", "--out=a.png", "x"],
+        ["--no-stream", "--out=b.png", "x"],
+        ["--describe", "--model=style"],
+    )
     cases = [Invocation(["generate", server.option, *args]) for args in options]
     streamed, waited, described = commands.run(sandbox, cases)
     for result, name in ((streamed, "a.png"), (waited, "b.png")):
         assert result["status"] == 0 and "a [warning]" in result["stdout"], result
         assert (sandbox / "work" / name).read_bytes() == base64.b64decode(PNG)
     assert "Step 2 of 2: p.jpg" in streamed["stderr"] and (sandbox / "work" / "p.jpg").is_file()
-    assert server.received[-1] == {"prompt": "description", "describe": True}
+    assert server.received[-1] == {"prompt": "description", "describe": True, "model": "style"}
     assert described["status"] == 0 and json.loads(described["stdout"])["time"] == 0.5
 
 

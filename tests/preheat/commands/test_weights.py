@@ -117,6 +117,24 @@ def test_a_server_reads_everything_from_the_mount(
     assert np.array_equal(*images)
 
 
+@pytest.mark.usefixtures("machine")
+def test_mounts_several_releases(in_bucket: WritableStore, object_store: ObjectStore, tmp_path: Path) -> None:
+    in_bucket.write_release(in_bucket.read_release(RELEASE).model_copy(update={"version": "2"}))
+    for option in ([], ["--config", str(config_file(tmp_path, object_store))]):
+        names = [RELEASE, "toy-sdxl/2"]
+        printed = run("weights", *names, "--store", in_bucket.url, "--mount", MOUNT, *option)
+        assert printed.exit_code == 0, printed.output
+        entries = yaml.safe_load(printed.stdout)
+        assert entries["model_metadata"]["preheat"] == {"store": f"file://{MOUNT}", "releases": names}
+        [entry] = entries["weights"]
+        assert {f"releases/{name}.json" for name in names} <= {*entry["allow_patterns"]}
+    entries["model_metadata"]["preheat"]["release"] = None  # the config had one
+    checked = run("check-config", str(config_file(tmp_path, object_store, entries)))
+    assert checked.exit_code == 0 and "release  toy-sdxl/2" in checked.stdout, checked.output
+    entry["allow_patterns"].remove("releases/toy-sdxl/2.json")
+    assert run("check-config", str(config_file(tmp_path, object_store, entries))).exit_code == 1
+
+
 LACKING: list[Callable[[dict[str, Any]], object]] = [
     lambda entry: entry["allow_patterns"].pop(),
     lambda entry: entry["allow_patterns"].pop(0),

@@ -107,8 +107,8 @@ def test_two_servers_keep_their_files_and_logs(tmp_path: Path) -> None:
     """
     truss, config = stub_truss.write(tmp_path / "truss", model), tmp_path / "truss" / "config.yaml"
     logs, work = [tmp_path / "logs" / "one.log", tmp_path / "logs" / "two.log"], tmp_path / "work"
-    with serving(truss, config, work, "store", "release", kept_log=logs[0]) as one:
-        with serving(truss, config, work, "store", "release", kept_log=logs[1]) as two:
+    with serving(truss, config, work, "store", ["release"], kept_log=logs[0]) as one:
+        with serving(truss, config, work, "store", ["release"], kept_log=logs[1]) as two:
             two.wait_ready(120)
         assert not two.layout.root.exists()
         one.wait_ready(120)
