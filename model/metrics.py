@@ -18,7 +18,11 @@ _IMAGES_BOUNDS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _EVALUATIONS_BOUNDS = (1, 2, 4, 8, 12, 16, 20, 25, 30, 40, 50, 75, 100)
 _DECIBELS_BOUNDS = (5, 10, 15, 20, 25, 30, 35, 40, 45, 50, 60)
 
-REQUESTS = Counter("preheat_requests_total", "Requests answered, by HTTP status.", ["status"])
+REQUESTS = Counter(
+    "preheat_requests_total",
+    "Requests answered, by HTTP status and release; empty for a release that is not served.",
+    ["status", "release"],
+)
 ERRORS = Counter(
     "preheat_errors_total",
     "Requests without an image: refused, too_slow, too_large, overloaded, unavailable, deadline, broken_image, "

@@ -303,7 +303,7 @@ class Service:
         return JSONResponse(body, status, headers)
 
     def _log(self, context: RequestContext, status: int, **entries: object) -> None:
-        metrics.REQUESTS.labels(str(status)).inc()
+        metrics.REQUESTS.labels(str(status), "" if context.release is None else context.release.release).inc()
         entry: dict[str, object] = {"event": "request", "request": context.id, "status": status}
         entry |= {"stream": context.stream, "seconds": round(time.perf_counter() - context.began, 4)} | entries
         if context.release is not None:

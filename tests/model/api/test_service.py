@@ -171,8 +171,9 @@ def open_request(client: httpx.Client, **request: object) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("send", [open_request, open_stream], ids=["request", "stream"])
-def test_client_that_leaves_ends_its_request(send: Any, client: httpx.Client, server: Server) -> None:
-    cancelled, answered = 'preheat_cancellations_total{state="running"}', 'preheat_requests_total{status="499"}'
+def test_client_that_leaves_ends_its_request(send: Any, client: httpx.Client, server: Server, release: str) -> None:
+    cancelled = 'preheat_cancellations_total{state="running"}'
+    answered = f'preheat_requests_total{{release="{release}",status="499"}}'
     before = samples(client)
     with http_client(server) as leaving, send(leaving, **LONG):
         wait_for_active(client, 1)
@@ -201,7 +202,7 @@ def test_request_id_is_in_response_and_log(limited: httpx.Client, caplog: pytest
     assert len(generated) == 2 and all(re.fullmatch(r"[0-9a-f]{32}", identity) for identity in generated)
 
 
-def test_metrics_count_a_request(client: httpx.Client) -> None:
+def test_metrics_count_a_request(client: httpx.Client, release: str) -> None:
     before = samples(client)
     predict(client, **SMALL, num_images=2)
     predict(client, prompt=PROMPT, describe=True)  # counts as no request
@@ -212,7 +213,7 @@ def test_metrics_count_a_request(client: httpx.Client) -> None:
         return after[name] - before.get(name, 0)
 
     assert increase('preheat_images_total{task="text_to_image"}') == 2
-    assert increase('preheat_requests_total{status="200"}') == 1
+    assert increase(f'preheat_requests_total{{release="{release}",status="200"}}') == 1
     assert increase('preheat_errors_total{kind="refused"}') == 1
     assert 2 <= increase(STEPS) <= 4
     assert increase('preheat_step_images_sum{component="unet"}') == 4
