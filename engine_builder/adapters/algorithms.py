@@ -1,7 +1,7 @@
 """The algorithms of adapters: the tensors that each of them has for a module, and the change that they make.
 
 After KohakuBlueleaf/LyCORIS (`lycoris/modules`), huggingface/peft (`tuners/lora`, `tuners/loha`, `tuners/lokr`) and
-comfyanonymous/ComfyUI (`comfy/weight_adapter`). A tensor's role is that of `engine_builder.adapters.names`.
+comfyanonymous/ComfyUI (`comfy/weight_adapter`). `engine_builder.adapters.names` gives each tensor its role.
 """
 
 import math

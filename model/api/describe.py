@@ -44,7 +44,7 @@ class Description(TypedDict):
 
 
 def describe(release: ServedRelease, names: Sequence[str]) -> Description:
-    """Return the description of a loaded release. `names`: those of all releases of the deployment."""
+    """Return the description of a loaded release. `names`: of all releases of the deployment."""
     served = release.served
     return {
         "status": "success",

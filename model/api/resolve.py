@@ -34,9 +34,10 @@ _IMAGES_AND_NETWORKS = {"image", "strength", "masks", "resize", "loras", "contro
 
 
 def find_release(names: Sequence[str], model: str | None) -> int:
-    """Return the index of the release that a request names: by its name, or by that of its model if one has it.
+    """Return the index of the release that a request names; None: the first.
 
-    Raises RequestRefused, which lists the releases.
+    A model's name stands for its release if no other version of it is served. Raises RequestRefused, which lists the
+    releases.
     """
     if model is None:
         return 0

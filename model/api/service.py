@@ -98,6 +98,7 @@ class Service:
     ) -> None:
         """`releases`: in the order of `scheduler`'s models."""
         self._releases = tuple(releases)
+        self._names = [release.release for release in releases]
         self._scheduler = scheduler
         self._cold_start = cold_start
         self._log_prompts = log_prompts
@@ -109,12 +110,12 @@ class Service:
         context = RequestContext(_request_id(http.headers), time.perf_counter(), request.stream, request.prompt)
         headers = {"X-Request-Id": context.id}
         try:
-            model = find_release([release.release for release in self._releases], request.model)
+            model = find_release(self._names, request.model)
         except RequestRefused as error:
             return self._error_response(context, error)
         release = context.release = self._releases[model]
         if request.describe:
-            return JSONResponse(describe(release, [one.release for one in self._releases]), headers=headers)
+            return JSONResponse(describe(release, self._names), headers=headers)
         events: asyncio.Queue[StepEvent | ImageEvent | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 

@@ -83,7 +83,7 @@ class Loaded:
 @dataclass(frozen=True)
 class _Resolved:
     """What the manifest of a release says of its load. deployment: of this release alone. selection: of the
-    deployment's components only. bytes_to_come: of the weights that are loaded after those of this release.
+    deployment's components only. bytes_to_come: of the weights of the releases that are loaded later.
     """
 
     deployment: Deployment

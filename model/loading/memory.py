@@ -1,6 +1,5 @@
 """Estimate the memory of a selection before anything is loaded."""
 
-from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
@@ -32,8 +31,10 @@ def check_memory(
     steps and decoding. `free`: the bytes of free memory; None: the bytes that the device reports. `ranks`: the
     number of ranks that divide the batches of the loops.
     """
-    weights = [{blob.sha256: blob.bytes for blob in one.weight_blobs()} for one in selections]
-    needed = sum(sum(one.values()) for one in ([dict(ChainMap(*weights))] if shares_weights else weights))
+    blobs = [blob for one in selections for blob in one.weight_blobs()]
+    if shares_weights:
+        blobs = [*{blob.sha256: blob for blob in blobs}.values()]
+    needed = sum(blob.bytes for blob in blobs)
     count = f" for {len(selections)} releases" if len(selections) > 1 else ""
     if device.type != "cuda":
         free = free_host_memory() if free is None else free

@@ -338,6 +338,15 @@ def test_refuses_weights_beyond_the_memory_of_a_gpu(empty_store: WritableLocalSt
         check_memory(GPU, [selection], free=weight_bytes(manifest) - 1)
 
 
+def test_weights_of_several_releases_count_once_if_they_are_shared(empty_store: WritableLocalStore) -> None:
+    manifest = empty_store.read_release(RELEASE_NAME)
+    both, needed = [select(manifest, [cpu_target()], deployed())] * 2, weight_bytes(manifest)
+    for shares_weights, free in ((True, needed), (False, 2 * needed)):
+        check_memory(torch.device("cpu"), both, free, shares_weights=shares_weights)
+        with pytest.raises(OutOfDeviceMemory, match="GiB for 2 releases"):
+            check_memory(torch.device("cpu"), both, free - 1, shares_weights=shares_weights)
+
+
 def test_refuses_weights_beyond_the_memory_of_a_cpu(empty_store: WritableLocalStore, entries: Entries) -> None:
     """Otherwise the kernel would kill the server during the load. The blobs do not exist, so none is read."""
     blobs = [{"sha256": f"{number:064x}", "bytes": 2**28} for number in range(8000)]
