@@ -44,7 +44,8 @@ from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.deployment import Deployment
 from model.engines.features import LORA
-from model.loading.load import Loaded, load_deployment
+from model.loading.load import Loaded
+from model.loading.releases import load_deployment
 from model.loading.warmup import warm_up
 from model.pipeline.components import find_component
 from model.pipeline.text_to_image import generate
@@ -207,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         served = {"release": options.release, "public_key": [], "runtime": "aot_inductor"}
         served |= {"loras": [*_NAMES, *_ALGORITHMS, *batch_names], "lora_cache_bytes": 2**40}
         deployment = Deployment.of(settings.model_copy(update=served))
-        [loaded] = load_deployment(overlay, deployment, settings.store_options().cache_folder, ColdStart())
+        loaded = load_deployment(overlay, deployment, settings.store_options().cache_folder, ColdStart())
         assert loaded.model.adapters is not None
         warm_up(loaded)
         loaded.model.adapters.load((*_NAMES, *_ALGORITHMS))

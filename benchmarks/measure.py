@@ -20,7 +20,8 @@ from model.cold_start import ColdStart
 from model.denoising.loop import ImageState
 from model.deployment import Deployment
 from model.images.encode import Pixels, broken_image, encode_base64
-from model.loading.load import Loaded, load_deployment
+from model.loading.load import Loaded
+from model.loading.releases import load_deployment
 from model.pipeline.params import GenerationParams
 from model.pipeline.runner import Runner
 from model.pipeline.spec import UNET
@@ -53,7 +54,7 @@ def load_in_process(store: str, release: str, **changes: object) -> Loaded:
     settings = read_settings().of_release(release).model_copy(update=changes)
     options = settings.store_options()
     opened = open_store(store, options)
-    [loaded] = load_deployment(opened, Deployment.of(settings), options.cache_folder, ColdStart())
+    loaded = load_deployment(opened, Deployment.of(settings), options.cache_folder, ColdStart())
     return loaded
 
 

@@ -106,6 +106,10 @@ class OutOfDeviceMemory(PreheatError):
     )
 
 
+class ReleaseNotLoaded(PreheatError):
+    """The weights of a release of this server could not be brought onto the device. Answered with status 503."""
+
+
 class EngineError(PreheatError):
     """An engine cannot be opened, or received inputs or weights that it does not accept."""
 

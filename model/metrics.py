@@ -26,7 +26,7 @@ REQUESTS = Counter(
 ERRORS = Counter(
     "preheat_errors_total",
     "Requests without an image: refused, too_slow, too_large, overloaded, unavailable, deadline, broken_image, "
-    "overflow, adapter, failed, cancelled.",
+    "overflow, adapter, release, failed, cancelled.",
     ["kind"],
 )
 CANCELLATIONS = Counter(
@@ -78,6 +78,18 @@ ADAPTER_MERGE_SECONDS = Histogram(
     buckets=_SECONDS_BOUNDS,
 )
 ADAPTERS_CACHED = Gauge("preheat_adapters_cached", "LoRA adapters whose factors are on the device.")
+RELEASE_RESIDENT = Gauge("preheat_release_resident", "1 while the weights of a release are on the device.", ["release"])
+RELEASE_LOADS = Counter(
+    "preheat_release_loads_total",
+    "Releases that were loaded after the start: into a new slot (open), in place of another one (fill), failed.",
+    ["outcome"],
+)
+RELEASE_LOAD_SECONDS = Histogram(
+    "preheat_release_load_seconds",
+    "Time to load a release after the start, without the time that it waited for its slot.",
+    ["outcome"],
+    buckets=_SECONDS_BOUNDS,
+)
 COMPARISONS = Counter(
     "preheat_comparisons_total",
     "Served images that were chosen to be compared with fp16, by outcome: compared, dropped, failed.",
@@ -96,13 +108,15 @@ GPU_MEMORY = Gauge(
 # All labels exist from the start, so that a rate includes the first event.
 for _kind in (
     "refused", "too_slow", "too_large", "overloaded", "unavailable", "deadline", "broken_image", "overflow", "adapter",
-    "failed", "cancelled",
+    "release", "failed", "cancelled",
 ):  # fmt: skip
     ERRORS.labels(_kind)
 for _state in ("decoding", "queued", "running"):
     CANCELLATIONS.labels(_state)
 for _outcome in ("compared", "dropped", "failed"):
     COMPARISONS.labels(_outcome)
+for _outcome in ("open", "fill", "failed"):
+    RELEASE_LOADS.labels(_outcome)
 for _task in get_args(Task):
     IMAGES.labels(_task)
     REQUEST_SECONDS.labels(_task)

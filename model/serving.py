@@ -5,21 +5,22 @@ The Truss model, its workers and Triton start here.
 
 import atexit
 import gc
-import itertools
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from model import metrics
 from model.child_process import FAILED_EXIT_CODE, exit_soon
 from model.cold_start import ColdStart
 from model.deployment import Deployment
-from model.loading.load import Loaded, load_deployment
+from model.loading.load import Loaded
+from model.loading.releases import Releases, open_releases, slot_of
 from model.loading.runtimes import find_targets
-from model.loading.warmup import step_measurement, warm_up
+from model.loading.warmup import find_preview_map, step_measurement, warm_up
 from model.pipeline.runner import Runner
 from model.scheduling.comparison import ImageComparison
 from model.scheduling.scheduler import Scheduler
+from model.scheduling.weight_slots import Slot, WeightSlots
 from model.settings import Settings
 from model.store.store import Store
 
@@ -37,8 +38,10 @@ def start_server(
 
     `on_device_failure`: see `Scheduler`.
 
-    Raises what `load_deployment` raises, and RankFailed. If ranks were started, the process also ends soon after an
-    error: the graphs of this load keep the group's communicator, so there can be no second load.
+    Once the first release is ready, the others are loaded in the background.
+
+    Raises what `Releases` and `Releases.open` raise, and RankFailed. If ranks were started, the process also ends soon
+    after an error: the graphs of this load keep the group's communicator, so there can be no second load.
     """
     gc.freeze()  # modules are permanent, and the collection below takes 0.14 s with them
     store, deployment = open_store(), Deployment.of(settings)
@@ -51,7 +54,11 @@ def start_server(
         if targets[0].device == "cuda":
             atexit.register(followers.exit_process)
     try:
-        loaded = load_deployment(store, deployment, settings.store_options().cache_folder, cold_start)
+        releases = open_releases(store, deployment, settings.store_options().cache_folder, cold_start)
+        releases.check_slots(settings.weight_slots)
+        loaded = [releases.open(0)]
+        with cold_start.phase("releases"):
+            loaded += [releases.without_weights(index) for index in range(1, len(releases))]
         first = loaded[0].model
         metrics.watch_gpu_memory(first.device)
         every = settings.compare_every
@@ -61,10 +68,14 @@ def start_server(
         runners = [Runner(one.model) for one in loaded]
 
         def prepare() -> None:
-            for one, runner in zip(loaded, runners, strict=True):
-                runner.preview_map = warm_up(one, cold_start=cold_start, comparison=comparison)
+            runners[0].preview_map = warm_up(loaded[0], cold_start=cold_start, comparison=comparison)
 
-        scheduler = Scheduler(runners, settings.limits, on_device_failure, comparison, prepare)
+        slots = None
+        if len(loaded) > 1:
+            loader = _SlotLoader(releases, loaded, runners)
+            turn_seconds = settings.limits.release_turn_seconds
+            slots = WeightSlots(runners, loader, slot_of(loaded[0]), settings.weight_slots, turn_seconds)
+        scheduler = Scheduler(runners, settings.limits, on_device_failure, comparison, prepare, slots)
         if followers is not None:
             followers.watch(scheduler.abandon)  # also during the warm-up, whose graphs wait for all ranks
         scheduler.wait_ready()
@@ -73,26 +84,49 @@ def start_server(
             atexit.unregister(followers.exit_process)
             exit_soon()
         raise
-    for one in loaded:
-        if one.plans is not None:
-            one.plans.keep_compiled_kernels()
+    if loaded[0].plans is not None:
+        loaded[0].plans.keep_compiled_kernels()
     # Loaded objects are permanent. The collector would otherwise scan all of them, and every thread would wait.
     gc.collect()
     gc.freeze()
-    scheduler.when_idle(itertools.chain.from_iterable(map(step_measurement, loaded)))
+    scheduler.when_idle(step_measurement(loaded[0]))
     logger.info(
         json.dumps(
             {
                 "event": "loaded",
                 "release": ", ".join(one.release for one in loaded),
                 "target": loaded[0].target,
-                "weight_bytes": sum(one.weight_bytes for one in loaded),
+                "weight_bytes": loaded[0].weight_bytes,
                 "gpu_bytes": metrics.gpu_memory(first.device),
                 "seconds": cold_start.phases,
             }
         )
     )
+    if slots is not None:
+        scheduler.call(slots.open_unasked)
     return loaded, scheduler
+
+
+class _SlotLoader:
+    """Implements `SlotLoader` with the releases of a deployment."""
+
+    def __init__(self, releases: Releases, loaded: Sequence[Loaded], runners: Sequence[Runner]) -> None:
+        self._loaded, self._runners = loaded, runners
+        self.name, self.has_room, self.fill = releases.name, releases.has_room, releases.fill
+        self._open = releases.open
+
+    def open(self, index: int) -> Slot:
+        slot, first = slot_of(self._open(index)), self._loaded[0].model
+        slot.model.step_times = first.step_times
+        first.same_code.append(slot.model.loops)
+        return slot
+
+    def begin(self, index: int, is_new: bool) -> None:
+        one, runner = self._loaded[index], self._runners[index]
+        if is_new:
+            runner.preview_map = warm_up(one)
+        elif runner.preview_map is None:
+            runner.preview_map = find_preview_map(one.model, one.served)
 
 
 def end_failed_process() -> None:

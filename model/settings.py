@@ -102,6 +102,8 @@ class Limits(StrictModel):
     """Sizes that are denoised alternately, step by step. A further size waits until one of them is done."""
     lora_turn_seconds: Seconds = 2.0
     """Seconds for which requests with the merged adapters go first, while a request with others waits."""
+    release_turn_seconds: Seconds = 2.0
+    """Seconds for which requests of the releases on the device go first, while a request of another one waits."""
 
 
 class Settings(StrictModel):
@@ -111,6 +113,8 @@ class Settings(StrictModel):
     release: str = ""
     releases: Annotated[list[str], BeforeValidator(_split_names)] = []
     """Several releases, in place of `release`; "NAME/*": all versions. Requests without `model` get the first."""
+    weight_slots: Positive | None = None
+    """The most releases whose weights are on the device at once; None: as many as its memory holds."""
     runtime: RuntimeChoice = "aot_inductor"
     precision: Literal["fp16", "bf16", "fp32", "fp8", "int8"] | None = None
     """Of the UNet's engines; None: the first of these that the release has."""

@@ -32,14 +32,14 @@ from engine_builder.releases.publish import publish
 from engine_builder.stores.s3 import WritableS3Store
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.cold_start import ColdStart
-from model.loading.load import Loaded, load_release
+from model.loading.load import Loaded
 from model.loading.target import Target, detect_targets
 from model.store.options import StoreOptions
 from model.store.precision import FP32
 from preheat.local_server.server import Layout, Server, build_context, lay_out
 from tests.support import controlnets, toy_sdxl
 from tests.support import object_store as ceph
-from tests.support.deployments import deployed
+from tests.support.deployments import deployed, load_release
 from tests.support.faulty_proxy import FaultyProxy
 from tests.support.object_store import ObjectStore
 from tests.support.repository import MODEL_FOLDER, REPOSITORY

@@ -18,7 +18,8 @@ from engine_builder.truss_config import read_truss_config
 from model.deployment import Deployment, resolve_releases
 from model.engines.tensorrt.libraries import LIBRARIES
 from model.errors import ConfigError, PreheatError, StoreError
-from model.loading.select import Selection, check_alike, select
+from model.loading.alike import check_alike
+from model.loading.select import Selection, select
 from model.loading.served import ServedModel, SizeList, served_model
 from model.pipeline.spec import UNET
 from model.settings import Settings, read_settings

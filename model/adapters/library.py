@@ -34,13 +34,15 @@ class AdapterLibrary:
         self,
         store: Store,
         records: Sequence[AdapterRecord],
-        weights: AdaptableWeights,
+        weights: AdaptableWeights | None,
         device: torch.device,
         cache_bytes: int,
         layers: Mapping[str, Layer] = MappingProxyType({}),
         packing: Packing | None = None,
     ) -> None:
-        """`records`: the offered adapters. `cache_bytes`: of factors on the device, in float32. `layers`: the model's.
+        """`records`: the offered adapters. `weights`: None while the model's are not on the device.
+
+        `cache_bytes`: of factors on the device, in float32. `layers`: the model's.
 
         `packing`: of the UNet that takes adapters as inputs; None: adapters are merged.
         """
@@ -52,12 +54,28 @@ class AdapterLibrary:
         self._store, self._device, self._cache_bytes = store, device, cache_bytes
         self._records = {record.name: record for record in records}
         self._sizes = {record.name: _device_bytes(record) for record in records}
-        self._weights = weights
+        self.weights = weights
         self._lock = threading.Lock()  # guards the next three
         self._loaded: OrderedDict[str, AdapterChanges] = OrderedDict()  # the least recently used first
         self._loading: dict[str, Future[None]] = {}
         self._failures: dict[str, AdapterError] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="preheat-adapters")
+
+    def for_other_weights(self) -> "AdapterLibrary":
+        """Return a library of the same adapters for a model whose weights are not on the device."""
+        return AdapterLibrary(
+            self._store,
+            [*self._records.values()],
+            None,
+            self._device,
+            self._cache_bytes,
+            self.layers,
+            self.packing,
+        )
+
+    def use(self, weights: AdaptableWeights | None) -> None:
+        """Change these weights from now on, into which no adapter is merged; None: no weights."""
+        self.weights, self.active = weights, ()
 
     @property
     def cached_count(self) -> int:
@@ -123,8 +141,9 @@ class AdapterLibrary:
 
         After an error the weights are a mixture, which the next merge replaces.
         """
+        assert self.weights is not None
         changes, self.active = self.changes(adapters), None
-        self._weights.merge(changes)
+        self.weights.merge(changes)
         self.active = adapters
 
     def close(self) -> None:

@@ -55,7 +55,9 @@ class AdaptableWeights:
         self._regions: dict[str, list[_Region]] = {}
         self._changed: set[str] = set()
         self.copied_bytes = 0
+        self._restored: list[tuple[torch.Tensor, torch.Tensor]] = []  # originals in another form, and their sources
         copies: dict[int, torch.Tensor] = {}
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # with the weights that they are of
         for layer in layers:
             regions = self._regions.setdefault(layer.name, [])
             seen: set[int] = set()
@@ -66,10 +68,15 @@ class AdaptableWeights:
                 seen.add(tensor.data_ptr())
                 if tensor.data_ptr() not in copies:
                     copies[tensor.data_ptr()] = self._copy(tensor)
+                    self._copies.append((copies[tensor.data_ptr()], tensor))
                 base = _part(copies[tensor.data_ptr()], layer)
                 if tensor.dtype == torch.float8_e4m3fn:
                     assert originals is not None
-                    original = _part(_like(originals[layer.component][layer.tensor], tensor), layer)
+                    source = originals[layer.component][layer.tensor]
+                    like = _like(source, tensor)
+                    if like is not source:
+                        self._restored.append((like, source))
+                    original = _part(like, layer)
                     scale = tensors[layer.tensor + "_scale"]
                     if scale.ndim:  # of a convolution
                         scale = scale.view(*original.shape[:-1], 1)
@@ -102,6 +109,15 @@ class AdaptableWeights:
             for region in self._regions.get(name, ()):
                 _write(region, changes)
         self._changed = needed
+
+    @torch.inference_mode()
+    def renew(self) -> None:
+        """Copy the weights again, after others have replaced all of them. No adapter is merged into those."""
+        for copy, tensor in self._copies:
+            copy.copy_(tensor, non_blocking=True)
+        for like, source in self._restored:
+            like.copy_(_like(source, like))
+        self._changed = set()
 
 
 def copied_bytes(weights: Weights, layers: Iterable[Layer]) -> int:

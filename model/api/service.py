@@ -39,6 +39,7 @@ from model.errors import (
     OverflowingRequest,
     Overloaded,
     PreheatError,
+    ReleaseNotLoaded,
     RequestRefused,
     Unavailable,
 )
@@ -63,6 +64,7 @@ STATUS: dict[type[PreheatError], tuple[int, str]] = {
     Cancelled: (499, "cancelled"),
     BrokenImage: (500, "broken_image"),
     AdapterError: (500, "adapter"),
+    ReleaseNotLoaded: (503, "release"),
     Unavailable: (503, "unavailable"),
     DeadlineExceeded: (504, "deadline"),
 }

@@ -85,6 +85,11 @@ class Outputs:
         """True if the work is done."""
         return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
 
+    def wait(self) -> None:
+        """Return when the work is done. The host waits, not a stream."""
+        if self.event is not None:
+            self.event.synchronize()
+
     def release_to_current(self) -> None:
         """Let the current stream read the tensors. It first waits for the work."""
         if self.event is None:

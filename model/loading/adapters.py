@@ -61,13 +61,12 @@ def open_library(
     device: torch.device,
     cache_bytes: int,
     lora_down: int = 0,
-    bytes_to_come: int = 0,
 ) -> AdapterLibrary:
     """Copy the weights that the adapters change, and return the library.
 
     `originals`: the UNet's weights in 16 bits or more, if the served ones have 8. The copies stay on the GPU if its
     memory suffices, otherwise in host memory. `lora_down`: elements of this input of the UNet that takes adapters as
-    inputs; 0: there is none. `bytes_to_come`: weights of other releases that the device will hold too.
+    inputs; 0: there is none.
 
     Raises AdapterError for an adapter that does not fit the release, and OutOfDeviceMemory on a CPU.
     """
@@ -81,7 +80,7 @@ def open_library(
     needed = copied_bytes(weights, changed.values())
     on_host = False
     if device.type == "cuda":
-        on_host = torch.cuda.mem_get_info(device)[0] < needed + bytes_to_come + _RESERVED_BYTES
+        on_host = torch.cuda.mem_get_info(device)[0] < needed + _RESERVED_BYTES
     elif (free := free_host_memory()) is not None and needed > free:
         raise OutOfDeviceMemory(
             f"The copies of the weights that adapters change take {needed / 2**30:.1f} GiB, and this machine has "

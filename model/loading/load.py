@@ -1,14 +1,14 @@
-"""Load releases from a store onto this device: select, fetch, verify, map, open.
+"""Load a release from a store onto this device: select, fetch, verify, map, open.
 
 Nothing of a release is used before its digest is checked. A release that this machine cannot serve is refused with the
 cause and the command that fixes it.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -28,9 +28,7 @@ from model.engines.signatures import LORA_DOWN
 from model.engines.tensorrt.plans import Plans
 from model.engines.tensorrt.runtime_caches import RuntimeCacheFolder
 from model.loading.adapters import open_library, read_adapters
-from model.loading.memory import check_memory
-from model.loading.runtimes import find_targets, runtime_cache_folder
-from model.loading.select import Selection, check_alike, select
+from model.loading.select import Selection, select
 from model.loading.served import ServedModel, ServedRelease, served_model
 from model.loading.target import Target
 from model.loading.token_tables import check_token_ids
@@ -40,13 +38,14 @@ from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.spec import ADDED_COMPONENTS
 from model.prompts.tokenizer import ClipTokenizer, open_tokenizer
 from model.store.adapter_record import AdapterRecord
-from model.store.manifest import Blob, EngineRecord, Fp16Steps, WeightsRecord
+from model.store.manifest import Blob, Bucket, EngineRecord, Fp16Steps, WeightsRecord
 from model.store.precision import FP16, Precision
 from model.store.signature import check_signature
 from model.store.store import Store
 from model.validation import BAND_COUNTS
 from model.weights.cache import WeightsCache
 from model.weights.layout import from_stored
+from model.weights.slot import WeightSlot, weights_key
 from model.weights.stream import Tensors
 
 
@@ -63,6 +62,7 @@ class Loaded:
     target: str
     runtime: str
     weight_bytes: int
+    slot: WeightSlot
     plans: Plans | None = None
     precision: Precision = FP16
 
@@ -81,9 +81,9 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class _Resolved:
+class Resolved:
     """What the manifest of a release says of its load. deployment: of this release alone. selection: of the
-    deployment's components only. bytes_to_come: of the weights of the releases that are loaded later.
+    deployment's components only.
     """
 
     deployment: Deployment
@@ -92,58 +92,33 @@ class _Resolved:
     unet: EngineRecord
     adapters: Sequence[AdapterRecord]
     noise_schedules: Mapping[str, AnyNoiseSchedule]
-    bytes_to_come: int = 0
+
+    @property
+    def release(self) -> str:
+        """The name of the release."""
+        [release] = self.deployment.releases
+        return release
+
+    def streamed_weights(self) -> list[WeightsRecord]:
+        """Return the weights that are loaded onto the device."""
+        unquantized = self.selection.unquantized
+        return [*self.selection.streamed_weights(), *([unquantized] if unquantized else ())]
+
+    def benchmarks(self) -> dict[tuple[str, bool, Bucket], float]:
+        """Return the release's benchmarks; see `LoadedModel`."""
+        return {
+            (one.component, one.precision.is_quantized, one.bucket): one.benchmark.median / 1000
+            for records in self.selection.engines.values()
+            for one in records
+            if one.benchmark is not None
+        }
 
 
-def load_releases(
-    store: Store,
-    deployment: Deployment,
-    targets: Sequence[Target],
-    cold_start: ColdStart,
-    caches: RuntimeCacheFolder | None = None,
-) -> list[Loaded]:
-    """Load a deployment's releases, each for the first of `targets` that it has engines for.
+def resolve(store: Store, deployment: Deployment, targets: Sequence[Target]) -> Resolved:
+    """Read the manifest of a deployment's only release, and select what the deployment serves.
 
-    `caches`: the folder of kernels that TensorRT-RTX compiles on this GPU; None: they are not kept.
-
-    Raises ReleaseNotFound, ManifestError, UntrustedRelease, MissingComponent, NoEngineForTarget, OutOfDeviceMemory,
-    ConfigError for releases that cannot share a server, AdapterNotFound, AdapterError, StoreError, CorruptBlob or
-    EngineError. Errors that follow from the manifests alone are raised before any blob is read.
+    Raises what `load` raises because of the manifest alone.
     """
-    device = torch.device("cuda:0" if targets[0].device == "cuda" else "cpu")
-    if device.type == "cuda":
-        # The host has little work, and waking a thread on each of its cores takes longer than the work.
-        torch.set_num_threads(1)
-    with cold_start.phase("resolve"):
-        deployment = deployment.resolved(store)
-        resolved = [_resolve(store, deployment.alone(release), targets) for release in deployment.releases]
-        check_alike([one.selection for one in resolved])
-        # A merge of adapters into the weights of one release must not change another one.
-        shares_weights = not deployment.adapters.names
-        selections = [one.selection for one in resolved]
-        check_memory(device, selections, ranks=deployment.ranks, shares_weights=shares_weights)
-    shared: dict[str, Tensors] = {}
-    loaded = []
-    for number, one in enumerate(resolved, 1):
-        to_come = sum(blob.bytes for later in selections[number:] for blob in later.weight_blobs())
-        one = replace(one, bytes_to_come=to_come)
-        loaded.append(_load(store, one, device, cold_start, caches, shared if shares_weights else {}))
-    return loaded
-
-
-def load_release(
-    store: Store,
-    deployment: Deployment,
-    targets: Sequence[Target],
-    cold_start: ColdStart,
-    caches: RuntimeCacheFolder | None = None,
-) -> Loaded:
-    """Load the only release of a deployment. See `load_releases`."""
-    [loaded] = load_releases(store, deployment, targets, cold_start, caches)
-    return loaded
-
-
-def _resolve(store: Store, deployment: Deployment, targets: Sequence[Target]) -> _Resolved:
     [release] = deployment.releases
     manifest = store.read_release(release)
     check_signature(manifest, deployment.public_keys)
@@ -151,7 +126,7 @@ def _resolve(store: Store, deployment: Deployment, targets: Sequence[Target]) ->
     served = served_model(selection, deployment)
     unet = selection.engines[FAMILIES[manifest.family].base.unet][0]
     selection = selection.only(deployment.components)
-    return _Resolved(
+    return Resolved(
         deployment,
         selection,
         served,
@@ -161,31 +136,33 @@ def _resolve(store: Store, deployment: Deployment, targets: Sequence[Target]) ->
     )
 
 
-def _load(
+def load(
     store: Store,
-    resolved: _Resolved,
+    resolved: Resolved,
     device: torch.device,
     cold_start: ColdStart,
-    caches: RuntimeCacheFolder | None,
-    shared: dict[str, Tensors],
+    caches: RuntimeCacheFolder | None = None,
+    common: Collection[str] = (),
+    shared: Mapping[str, Tensors] = MappingProxyType({}),
 ) -> Loaded:
-    """Load one release. `shared`: see `WeightsCache`."""
+    """Load a release with engines of its own.
+
+    `caches`: the folder of kernels that TensorRT-RTX compiles on this GPU; None: they are not kept. `common`: the
+    digests of the weights that no others will replace. `shared`: those of them that were loaded before.
+
+    Raises OutOfDeviceMemory, AdapterError, StoreError, CorruptBlob or EngineError.
+    """
     deployment, selection, served = resolved.deployment, resolved.selection, resolved.served
-    manifest, unquantized = selection.manifest, selection.unquantized
-    [release] = deployment.releases
+    manifest, unquantized, release = selection.manifest, selection.unquantized, resolved.release
     uses_torch = _uses_torch_on_gpu(device, selection)
     with loading_libraries(uses_torch, cold_start), WeightsCache(store, device, shared) as cache:
-        also_streamed = [unquantized] if unquantized else []
-        cache.begin([*selection.streamed_weights(), *also_streamed], cold_start)
+        cache.begin(resolved.streamed_weights(), cold_start)
         with cold_start.phase("fetch"):
             store.fetch(_blobs_before_engines(selection))
         with cold_start.phase("verify"):
-            contents = _read_blobs(store, selection)
+            contents = read_blobs(store, _blobs_before_engines(selection), selection)
         with cold_start.phase("tokenizers"):
-            tokenizers: dict[str, ClipTokenizer] = {
-                name: open_tokenizer(contents[record.blob.sha256], record)
-                for name, record in manifest.tokenizers.items()
-            }
+            tokenizers = open_tokenizers(selection, contents)
         with cold_start.phase("weights"):
             tensors = {
                 name: [
@@ -207,7 +184,6 @@ def _load(
                     device,
                     deployment.adapters.cache_bytes,
                     _lora_down(selection),
-                    resolved.bytes_to_come,
                 )
                 served = replace(served, unet_blocks=unet_blocks(library.layers))
         with cold_start.phase("engines"):
@@ -239,25 +215,23 @@ def _load(
         fp16_steps=selection.fp16_steps or Fp16Steps(),
         adapters=library,
         blanks_flagged=deployment.safety == "blank",
-        benchmarks={
-            (one.component, one.precision.is_quantized, one.bucket): one.benchmark.median / 1000
-            for records in selection.engines.values()
-            for one in records
-            if one.benchmark is not None
-        },
+        benchmarks=resolved.benchmarks(),
     )
     weight_bytes = cache.bytes + selection.plan_weight_bytes()
+    slot = WeightSlot(
+        {weights_key(record): cache.load(record) for record in resolved.streamed_weights()},
+        {digest: cache.tensors[digest] for digest in common},
+    )
     unet = resolved.unet
-    return Loaded(model, served, release, selection.target, unet.runtime, weight_bytes, plans, unet.precision)
+    return Loaded(model, served, release, selection.target, unet.runtime, weight_bytes, slot, plans, unet.precision)
 
 
-def load_deployment(store: Store, deployment: Deployment, cache_folder: Path, cold_start: ColdStart) -> list[Loaded]:
-    """Load a deployment's releases on this machine, whose GPU or CPU decides the target.
-
-    `cache_folder`: for kernels that TensorRT-RTX compiles. Raises TensorRTUnavailable, and what `load_releases` raises.
-    """
-    targets = find_targets(deployment.runtime)
-    return load_releases(store, deployment, targets, cold_start, runtime_cache_folder(cache_folder, targets))
+def open_tokenizers(selection: Selection, contents: Mapping[str, bytes]) -> dict[str, ClipTokenizer]:
+    """Return a release's tokenizers by name. `contents`: their verified files, by digest."""
+    return {
+        name: open_tokenizer(contents[record.blob.sha256], record)
+        for name, record in selection.manifest.tokenizers.items()
+    }
 
 
 def _uses_torch_on_gpu(device: torch.device, selection: Selection) -> bool:
@@ -276,8 +250,8 @@ def _in_layout(tensors: Mapping[str, torch.Tensor], record: WeightsRecord) -> di
     return {name: from_stored(tensor, record.layout) for name, tensor in tensors.items()}
 
 
-def _read_blobs(store: Store, selection: Selection) -> dict[str, bytes]:
-    """Verify all blobs but weights, concurrently: hashing releases the interpreter lock.
+def read_blobs(store: Store, blobs: Iterable[Blob], selection: Selection) -> dict[str, bytes]:
+    """Verify blobs of a selection, concurrently: hashing releases the interpreter lock.
 
     Returns contents by digest, so that the verified bytes are the bytes that are used. Plans and their literals have no
     content here: `Plans` reads and verifies them later.
@@ -296,7 +270,7 @@ def _read_blobs(store: Store, selection: Selection) -> dict[str, bytes]:
         return blob.sha256, bytes(buffer)
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="preheat-verify") as pool:
-        return dict(pool.map(read, _blobs_before_engines(selection)))
+        return dict(pool.map(read, blobs))
 
 
 def _blobs_before_engines(selection: Selection) -> list[Blob]:

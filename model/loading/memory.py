@@ -16,42 +16,41 @@ from model.pipeline.denoisers import StepEngines, engine_sets, find_denoiser
 from model.store.manifest import EngineRecord
 
 
-def check_memory(
-    device: torch.device,
-    selections: Sequence[Selection],
-    free: int | None = None,
-    ranks: int = 1,
-    shares_weights: bool = True,
-) -> None:
-    """Raise OutOfDeviceMemory if the weights, and on a GPU the loops and TensorRT, do not fit into free memory.
+def check_memory(device: torch.device, selection: Selection, free: int | None = None, ranks: int = 1) -> None:
+    """Raise OutOfDeviceMemory if a selection does not fit into free memory; see `needed_bytes`.
 
-    `selections`: one of each release. `shares_weights`: weights that several of them have count once.
-
-    Without this check, a server on a CPU would be killed while it loads. The warm-up allocates the further memory of
-    steps and decoding. `free`: the bytes of free memory; None: the bytes that the device reports. `ranks`: the
-    number of ranks that divide the batches of the loops.
+    Without this check, a server on a CPU would be killed while it loads. `free`: the bytes of free memory; None: the
+    bytes that the device reports. `ranks`: the number of ranks that divide the batches of the loops.
     """
-    blobs = [blob for one in selections for blob in one.weight_blobs()]
-    if shares_weights:
-        blobs = [*{blob.sha256: blob for blob in blobs}.values()]
-    needed = sum(blob.bytes for blob in blobs)
-    count = f" for {len(selections)} releases" if len(selections) > 1 else ""
-    if device.type != "cuda":
-        free = free_host_memory() if free is None else free
-        if free is not None and needed > free:
-            raise OutOfDeviceMemory(
-                f"The weights take {needed / 2**30:.1f} GiB{count}, and this machine has {free / 2**30:.1f} GiB free.",
-                "Use a machine with more memory, or raise the container's limit.",
-            )
+    needed = needed_bytes(device, selection, ranks)
+    free = free_memory(device) if free is None else free
+    if free is None or needed <= free:
         return
-    for one in selections:
-        engines = one.engines if one.fp16_steps is not None else _of_first_precision(one.engines)
-        needed += tensorrt_bytes(one) + loop_bytes(engines, ranks)
-    free = torch.cuda.mem_get_info(device)[0] if free is None else free
-    if needed > free:
+    if device.type != "cuda":
         raise OutOfDeviceMemory(
-            f"Weights and loops take {needed / 2**30:.1f} GiB{count}, and this GPU has {free / 2**30:.1f} GiB free."
+            f"The weights take {needed / 2**30:.1f} GiB, and this machine has {free / 2**30:.1f} GiB free.",
+            "Use a machine with more memory, or raise the container's limit.",
         )
+    raise OutOfDeviceMemory(
+        f"Weights and loops take {needed / 2**30:.1f} GiB, and this GPU has {free / 2**30:.1f} GiB free."
+    )
+
+
+def needed_bytes(device: torch.device, selection: Selection, ranks: int = 1) -> int:
+    """Return the bytes of the weights, and on a GPU of the loops and TensorRT.
+
+    The warm-up allocates the further memory of steps and decoding.
+    """
+    needed = sum(blob.bytes for blob in selection.weight_blobs())
+    if device.type != "cuda":
+        return needed
+    engines = selection.engines if selection.fp16_steps is not None else _of_first_precision(selection.engines)
+    return needed + tensorrt_bytes(selection) + loop_bytes(engines, ranks)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Return the bytes of free memory of the device. None if the system does not report it."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_memory()
 
 
 def _of_first_precision(engines: Mapping[str, Sequence[EngineRecord]]) -> dict[str, list[EngineRecord]]:

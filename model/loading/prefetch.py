@@ -90,8 +90,8 @@ class Prefetch:
         targets = find_targets(settings.runtime)
         if self._process is None:
             self._opened.set()
-            for release in (deployment := deployment.resolved(store)).releases:
-                fetch_selected(store, store.read_release(release), deployment.alone(release), targets)
+            deployment = deployment.resolved(store)
+            fetch_selected(store, [*map(store.read_release, deployment.releases)], deployment, targets)
             return
         self._process.send_request(settings.store, options, deployment, targets)
         for release, content in self._process.manifests().items():

@@ -87,10 +87,17 @@ class PrefetchProcess:
             self._stdin.close()
 
 
-def fetch_selected(store: Store, manifest: Manifest, deployment: Deployment, targets: Sequence[Target]) -> None:
-    """Check the signature, select, and fetch. Raises what `check_signature`, `select` and `Store.fetch` raise."""
-    check_signature(manifest, deployment.public_keys)
-    store.fetch(select(manifest, targets, deployment).only(deployment.components).blobs())
+def fetch_selected(
+    store: Store, manifests: Sequence[Manifest], deployment: Deployment, targets: Sequence[Target]
+) -> None:
+    """Check the signatures, select, and fetch what a start reads: the weights only of the first release.
+
+    Raises what `check_signature`, `select` and `Store.fetch` raise.
+    """
+    for number, manifest in enumerate(manifests):
+        check_signature(manifest, deployment.public_keys)
+        selection = select(manifest, targets, deployment.alone(manifest.name)).only(deployment.components)
+        store.fetch(selection.blobs(weights=not number))
 
 
 def main() -> None:
@@ -117,8 +124,8 @@ def main() -> None:
         out.write(json.dumps(lengths).encode() + b"\n" + b"".join(manifests.values()))
         out.flush()
         targets = [Target(**target) for target in request["targets"]]
-        for release, manifest in manifests.items():
-            fetch_selected(store, parse_manifest(manifest, release), deployment.alone(release), targets)
+        parsed = [parse_manifest(manifest, release) for release, manifest in manifests.items()]
+        fetch_selected(store, parsed, deployment, targets)
     except PreheatError:
         return  # the load raises and reports the same error
     done.set()

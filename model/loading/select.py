@@ -93,37 +93,6 @@ class Selection:
         return sorted({blob.sha256: blob for blob in blobs}.values(), key=lambda blob: -blob.bytes)
 
 
-def check_alike(selections: Sequence[Selection]) -> None:
-    """Raise ConfigError unless releases have the same architecture, precision, sizes and variants.
-
-    Weights, tokenizers, schedulers and defaults may differ. Then all releases run the same code, and none of them
-    changes what the others may be asked.
-    """
-    first, *others = selections
-    for other in others:
-        own, theirs = _traits(first), _traits(other)
-        if different := sorted(own ^ theirs):
-            owner = first if different[0] in own else other
-            more = f", and {len(different) - 1} more" if len(different) > 1 else ""
-            raise ConfigError(
-                f"{first.manifest.name} and {other.manifest.name} cannot share a server. Only {owner.manifest.name} "
-                f"has {different[0]}{more}.",
-                "Build both with the same options, or serve them by servers of their own.",
-            )
-
-
-def _traits(selection: Selection) -> set[str]:
-    """Return what the releases of a server have in common, in words."""
-    manifest = selection.manifest
-    engines = {
-        f"an engine of {one.component} in {one.precision} at {one.bucket.label}"
-        for records in selection.engines.values()
-        for one in records
-    }
-    architectures = {f"this architecture of {name}: {digest[:12]}" for name, digest in manifest.architectures.items()}
-    return engines | architectures | {f"the family {manifest.family}", f"the target {selection.target}"}
-
-
 def select(
     manifest: Manifest,
     targets: Sequence[Target],

@@ -63,7 +63,7 @@ def warm_up(
             with warm_up_part("texts"):
                 _encode_every_text(loaded.model, params)
             with warm_up_part("preview"):
-                return _preview_map(loaded.model, served)
+                return find_preview_map(loaded.model, served)
     except EngineError as error:
         # No request has run yet, so the release is wrong. Its remedy differs from the remedy of a wrong call.
         raise EngineError(f"The engines of {loaded.release} do not fit together. {error.args[0]}") from error
@@ -81,7 +81,7 @@ def step_measurement(loaded: Loaded, probe: DeviceProbe | None = None) -> Iterat
     return measure_step_times(loaded.model, requests, probe)
 
 
-def _preview_map(model: LoadedModel, served: ServedModel) -> PreviewMap:
+def find_preview_map(model: LoadedModel, served: ServedModel) -> PreviewMap:
     """Return the release's map for previews, or a linear one that is fitted to the decoder. It has run once."""
     record = model.settings.preview
     if record is None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -57,6 +58,8 @@ class LoadedModel:
     """The release's benchmarks in seconds, by the engine's component, whether it is quantized, and its bucket."""
     step_times: dict[str, dict[tuple[int, bool], dict[int, float]]] = field(default_factory=dict)
     """By UNet, and by variant and whether it is paired: batch entries times pixels of a call -> measured seconds."""
+    same_code: list[dict[LoopKey, Loop]] = field(default_factory=list)
+    """Loops of other weights. Their calls take as long as those of `loops`."""
     ranks: Ranks = ALONE
     """The ranks that divide the batches of the loops."""
     lead: "Callable[[Callable[[], Loop], LoopKey], Loop] | None" = None
@@ -96,9 +99,31 @@ class LoadedModel:
     def sharing(self, **changes: Any) -> "LoadedModel":
         """Return a model of the same engines, with separate loops, on this rank only. `changes`: other fields."""
         other = replace(self, loops={}, ranks=ALONE, lead=None, **changes)
-        other.text_stream, other.first_text_stream = self.text_stream, self.first_text_stream
-        other.encode_stream, other.decode_stream = self.encode_stream, self.decode_stream
+        other._share_streams(self)
         return other
+
+    def run_on(self, other: "LoadedModel") -> None:
+        """Use the engines, loops and streams of another model from now on. Their weights are this model's."""
+        self.engines, self.fp16_engines = other.engines, other.fp16_engines
+        self.loops, self.step_times = other.loops, other.step_times
+        self._share_streams(other)
+
+    def _share_streams(self, other: "LoadedModel") -> None:
+        self.text_stream, self.first_text_stream = other.text_stream, other.first_text_stream
+        self.encode_stream, self.decode_stream = other.encode_stream, other.decode_stream
+
+    def queued_work(self) -> Callable[[], None]:
+        """Return a function that waits for the work that this model's streams and the current one have so far."""
+        streams = (self.text_stream, self.first_text_stream, self.encode_stream, self.decode_stream)
+        waits = [stream.record(()).wait for stream in streams]
+        if self.device.type == "cuda":
+            waits.append(torch.cuda.current_stream(self.device).record_event().synchronize)
+
+        def wait() -> None:
+            for one in waits:
+                one()
+
+        return wait
 
     @property
     def active_adapters(self) -> AdapterSet | None:
@@ -160,7 +185,7 @@ class LoadedModel:
             points.setdefault((option.variant, option.paired), {})[option.batch * height * width] = seconds
         if for_all_sizes:
             self.step_times[unet] = points
-        for other, loop in self.loops.items():
+        for other, loop in chain(*(loops.items() for loops in (self.loops, *self.same_code))):
             if other == key or (for_all_sizes and other[0] == unet):
                 loop.costs.replace(scaled(points, loop.costs.options, other[1] * other[2]))
 

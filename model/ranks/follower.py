@@ -16,7 +16,7 @@ from model.cold_start import ColdStart
 from model.denoising.loop import ImageState
 from model.deployment import Deployment
 from model.errors import PreheatError
-from model.loading.load import load_deployment
+from model.loading.releases import load_deployment
 from model.pipeline.loaded_model import LoadedModel, LoopKey
 from model.ranks.group import GroupRanks, leave
 from model.ranks.messages import AddImage, Leave, MakeLoop, RemoveImage, Start, TensorShape, put_tensors
@@ -88,5 +88,5 @@ def _load(start: Start) -> LoadedModel:
     settings = start.settings
     options = settings.store_options(start.secrets)
     store, deployment = open_store(settings.required("store"), options), Deployment.of(settings).of_follower()
-    [loaded] = load_deployment(store, deployment, options.cache_folder, ColdStart())
+    loaded = load_deployment(store, deployment, options.cache_folder, ColdStart())
     return loaded.model

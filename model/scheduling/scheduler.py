@@ -28,7 +28,7 @@ from model import metrics
 from model.adapters.library import AdapterLibrary
 from model.denoising.loop import ImageState, Loop, slots
 from model.denoising.step_plan import StepNeeds
-from model.errors import AdapterError, BrokenImage, PreheatError, Unavailable
+from model.errors import AdapterError, BrokenImage, PreheatError, ReleaseNotLoaded, Unavailable
 from model.images.encode import Pixels
 from model.pipeline.params import GenerationParams
 from model.pipeline.preview import Preview
@@ -40,6 +40,7 @@ from model.scheduling.in_flight import InFlight, ModelLoop, first_loop
 from model.scheduling.interface import check_queue
 from model.scheduling.job import ImageEvent, Job, StepEvent
 from model.scheduling.output_workers import OutputWorkers
+from model.scheduling.weight_slots import WeightSlots
 from model.settings import Limits
 
 logger = logging.getLogger("preheat")
@@ -69,11 +70,13 @@ class Scheduler:
         on_device_failure: Callable[[], None],
         comparison: ImageComparison | None = None,
         prepare: Callable[[], None] | None = None,
+        slots: WeightSlots | None = None,
     ) -> None:
         """Start the thread. `on_device_failure` is called once, when this process can no longer use the device.
 
         `runners`: of each model, on one device. `comparison`: compares images with fp16 while there is no other work.
-        `prepare`: the first work of the thread, the warm-up.
+        `prepare`: the first work of the thread, the warm-up. `slots`: of the runners; None: the weights of all are on
+        the device.
         """
         self.runners = tuple(runners)
         self.limits = limits
@@ -100,6 +103,9 @@ class Scheduler:
         }
         for library in self._libraries():
             library.on_loaded = self._wake
+        self._slots = slots
+        if slots is not None:
+            slots.wake = self._wake
         self._workers = OutputWorkers(self._count_image, self._fail_from_worker)
         self._prepared = self.call(prepare or (lambda: None))
         self._thread = threading.Thread(target=self._run, name="preheat-worker", daemon=True)
@@ -215,6 +221,8 @@ class Scheduler:
         self._workers.close()
         for library in self._libraries():
             library.close()
+        if self._slots is not None:
+            self._slots.close()
         self._drain_inbox()  # jobs and calls that arrived meanwhile, also from the workers
         for job in self._unfinished_jobs():
             job.fail(Unavailable(self._failure))
@@ -286,8 +294,22 @@ class Scheduler:
         return self.comparison.work
 
     def _can_admit(self) -> bool:
-        """True if a job waits for more than its adapters."""
-        return any(not self._turns[job.runner].blocked for job in self._waiting)
+        """True if a job waits for more than the load of its adapters or of a release."""
+        return not all(self._is_blocked(job.runner) for job in self._waiting)
+
+    def _is_blocked(self, runner: Runner) -> bool:
+        """True if all requests of a release wait for a load: of the release, or of adapters."""
+        if self._slots is not None and not self._slots.holds(runner):
+            return self._slots.blocked
+        return self._turns[runner].blocked
+
+    def _is_resident(self, runner: Runner) -> bool:
+        return self._slots is None or self._slots.holds(runner)
+
+    @property
+    def resident(self) -> tuple[int, ...]:
+        """The indices of the releases whose weights are on the device. Any thread may read it."""
+        return tuple(range(len(self.runners))) if self._slots is None else self._slots.resident
 
     def _advance_idle_work(self, work: Iterator[None]) -> None:
         """Run one part of the work of `when_idle`, or of a comparison. Called with the lock, which is released
@@ -337,7 +359,12 @@ class Scheduler:
                 self._fail({job}, error)
         if self._idle_work_overdue():
             return
+        if self._slots is not None:
+            for job, cause in self._slots.update(self._waiting, self._in_flight.of, self._is_blocked):
+                self._fail({job}, cause)
         for runner, turns in self._turns.items():
+            if not self._is_resident(runner):
+                continue
             while (failed := turns.update(self._waiting_for(runner), self._in_flight.of(runner))) is not None:
                 self._fail({failed[0]}, failed[1])
         images_ahead, full_loops = 0, set[ModelLoop]()
@@ -345,7 +372,7 @@ class Scheduler:
             job.images_ahead = images_ahead
             images_ahead += len(job.waiting_images)
             place = first_loop(job)
-            if place in full_loops or not self._turns[job.runner].admits(job):
+            if place in full_loops or not self._may_begin(job):
                 continue
             sizes = self._in_flight.sizes
             if place.size not in sizes and len(sizes) >= self.limits.sizes_at_once:
@@ -357,6 +384,10 @@ class Scheduler:
             if not job.done and job.waiting_images:
                 full_loops.add(place)
         self._waiting = [job for job in self._waiting if not job.done and job.waiting_images]
+
+    def _may_begin(self, job: Job) -> bool:
+        """True if the weights that a job needs are on the device, and it is its turn."""
+        return (self._slots is None or self._slots.admits(job)) and self._turns[job.runner].admits(job)
 
     def _waiting_for(self, runner: Runner) -> list[Job]:
         return [job for job in self._waiting if job.runner is runner]
@@ -491,7 +522,7 @@ class Scheduler:
     def _fail(self, jobs: set[Job], error: Exception) -> None:
         """Fail `jobs` with an error of their work. If the device has failed, fail all other jobs too."""
         before = self._failure
-        if not isinstance(error, BrokenImage | AdapterError):
+        if not isinstance(error, BrokenImage | AdapterError | ReleaseNotLoaded):
             logger.error("A step of the scheduler failed.", exc_info=error)
             self._check_device(error)
         failure = None if self._failure is None else Unavailable(self._failure)

@@ -1,11 +1,11 @@
-"""Blobs of weights -> tensors on the device, one copy of each for all engines, components and releases that name it.
+"""Blobs of weights -> tensors on the device, one copy of each for all engines and components that name it.
 
 They are streamed (model/weights/stream.py), on the CPU too: the verified bytes are the bytes that are used. Files are
 not mapped, so a file that changes or shrinks after the load cannot harm the server.
 """
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Self
 
@@ -25,12 +25,13 @@ class WeightsCache:
     memory is free for the next load.
     """
 
-    def __init__(self, store: Store, device: torch.device, shared: dict[str, Tensors] | None = None) -> None:
-        """`shared`: by digest, tensors of releases that were loaded before. Those of this one are added."""
+    def __init__(self, store: Store, device: torch.device, shared: Mapping[str, Tensors] | None = None) -> None:
+        """`shared`: by digest, tensors that were loaded before."""
         self._store = store
         self._device = device
-        self._shared = {} if shared is None else shared
-        self._earlier = frozenset(self._shared)
+        self._earlier = shared or {}
+        self.tensors: dict[str, Tensors] = dict(self._earlier)
+        """By digest."""
         self._streaming: Future[dict[str, Tensors]] | None = None
         self._loaded: dict[tuple[str, ...], Tensors] = {}
         self._stopped = threading.Event()
@@ -46,7 +47,7 @@ class WeightsCache:
 
     def begin(self, records: Iterable[WeightsRecord], cold_start: ColdStart) -> None:
         """Start streaming all weights of `records` to the device in the background; `load` waits for them."""
-        blobs = [blob for record in records for blob in record.blobs if blob.sha256 not in self._shared]
+        blobs = [blob for record in records for blob in record.blobs if blob.sha256 not in self.tensors]
 
         def stream() -> dict[str, Tensors]:
             with cold_start.phase("stream"):
@@ -70,13 +71,13 @@ class WeightsCache:
     def _tensors_by_blob(self, record: WeightsRecord) -> list[Tensors]:
         streaming = self._streaming
         if streaming is not None:
-            self._shared |= streaming.result()
-        if missing := [blob for blob in record.blobs if blob.sha256 not in self._shared]:
-            self._shared |= stream_weights(self._store, missing, self._device)
-        return [self._shared[blob.sha256] for blob in record.blobs]
+            self.tensors |= streaming.result()
+        if missing := [blob for blob in record.blobs if blob.sha256 not in self.tensors]:
+            self.tensors |= stream_weights(self._store, missing, self._device)
+        return [self.tensors[blob.sha256] for blob in record.blobs]
 
     @property
     def bytes(self) -> int:
         """Bytes of the tensors that this cache has loaded."""
-        own = [tensors for digest, tensors in self._shared.items() if digest not in self._earlier]
+        own = [tensors for digest, tensors in self.tensors.items() if digest not in self._earlier]
         return sum(tensor.nbytes for tensors in own for tensor in tensors.values())

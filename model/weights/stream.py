@@ -10,11 +10,13 @@ Bytes reach the device before their digest is verified, but `stream_weights` ret
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 
 import torch
 
+from model.errors import EngineError, PreheatError
 from model.store.manifest import Blob
 from model.store.store import Store
 from model.weights.safetensors_header import HEADER_LIMIT, Extent, InvalidHeader, invalid_weights, read_header
@@ -81,18 +83,18 @@ class CopyLane:
 class BlobReceiver:
     """A `Sink` (model/store) that copies one blob's tensors to the device.
 
-    The tensors share one allocation, in which each is aligned to 256 bytes. In the file it is aligned to its item size.
+    New tensors share one allocation, in which each is aligned to 256 bytes. In the file it is aligned to its item size.
     """
 
-    def __init__(self, blob: Blob, lane: CopyLane) -> None:
+    def __init__(self, blob: Blob, lane: CopyLane, into: Tensors | None = None) -> None:
+        """`into`: existing tensors by name, which receive the bytes; None: new ones do."""
         if not blob.bytes:  # `filled`, which reads the header, would never be called
             raise invalid_weights(blob.sha256, InvalidHeader("it has 0 bytes"))
-        self._blob, self._lane = blob, lane
-        self._memory = torch.empty(0, dtype=torch.uint8)
-        self._invalid: InvalidHeader | None = None
+        self._blob, self._lane, self._into = blob, lane, into
+        self._problem: PreheatError | None = None
         self._extents: dict[str, Extent] = {}
-        self._offsets: list[tuple[Extent, int]] = []  # of each tensor in `_memory`
-        self._first = 0  # index in `_offsets` of the first tensor that is not complete
+        self._targets: list[tuple[Extent, torch.Tensor]] = []  # the bytes of each tensor on the device
+        self._first = 0  # index in `_targets` of the first tensor that is not complete
 
     def buffer(self, at: int) -> memoryview:
         return self._lane.free_slot()
@@ -102,37 +104,62 @@ class BlobReceiver:
             self._begin(data)
         end = at + len(data)
         pieces = []
-        for extent, offset in self._offsets[self._first :]:
+        for extent, target in self._targets[self._first :]:
             if extent.start >= end:
                 break
             first, stop = max(extent.start, at), min(extent.end, end)
             if first < stop:
-                target = offset + first - extent.start
-                pieces.append((self._memory[target : target + stop - first], first - at))
+                pieces.append((target[first - extent.start : stop - extent.start], first - at))
             self._first += extent.end <= end
         self._lane.copy(pieces)
 
     def _begin(self, data: memoryview) -> None:
-        self._invalid, self._extents = None, {}
+        self._problem, self._extents, self._targets, self._first = None, {}, [], 0
         try:
             self._extents = read_header(data, self._blob.bytes)
-        except InvalidHeader as error:  # raised by `tensors`: the store may find this copy damaged and send another
-            self._invalid = error
-        self._offsets, self._first, total = [], 0, 0
-        for extent in self._extents.values():
-            self._offsets.append((extent, total))
-            total += -(-(extent.end - extent.start) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        self._memory = self._lane.allocate(total)
+            self._targets = [*zip(self._extents.values(), self._bytes_of_targets(), strict=True)]
+        # Raised by `tensors`: the store may find this copy damaged and send another.
+        except InvalidHeader as error:
+            self._problem = invalid_weights(self._blob.sha256, error)
+        except EngineError as error:
+            self._problem = error
+
+    def _bytes_of_targets(self) -> Iterator[torch.Tensor]:
+        """Yield the memory (uint8) of each tensor of the blob."""
+        if self._into is not None:
+            for name, extent in self._extents.items():
+                yield _bytes_of(self._into.get(name), name, extent)
+            return
+        sizes = [extent.end - extent.start for extent in self._extents.values()]
+        offsets = accumulate((-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes), initial=0)
+        *starts, total = offsets
+        memory = self._lane.allocate(total)
+        for start, size in zip(starts, sizes, strict=True):
+            yield memory[start : start + size]
 
     def tensors(self) -> Tensors:
-        """Return the tensors by name. Call it after the bytes were verified. Raises CorruptBlob for an invalid file."""
+        """Return the tensors by name. Call it after the bytes were verified.
+
+        Raises CorruptBlob for an invalid file, EngineError for tensors that do not fit `into`.
+        """
         self._lane.finish()
-        if self._invalid is not None:
-            raise invalid_weights(self._blob.sha256, self._invalid) from self._invalid
+        if self._problem is not None:
+            raise self._problem
         return {
-            name: tensor_view(self._memory[offset : offset + extent.end - extent.start], extent)
-            for (name, extent), (_, offset) in zip(self._extents.items(), self._offsets, strict=True)
+            name: tensor_view(target, extent)
+            for name, (extent, target) in zip(self._extents, self._targets, strict=True)
         }
+
+
+def _bytes_of(tensor: torch.Tensor | None, name: str, extent: Extent) -> torch.Tensor:
+    """View a tensor as bytes. Raises EngineError unless it has the dtype and shape of `extent`."""
+    if tensor is None or tuple(tensor.shape) != tuple(extent.shape) or tensor.dtype != _TORCH_DTYPES[extent.dtype]:
+        has = "no such tensor" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+        raise EngineError(
+            f"Weights cannot replace those on the device: {name} is {_TORCH_DTYPES[extent.dtype]} "
+            f"{list(extent.shape)}, and the device has {has}."
+        )
+    return tensor.flatten().view(torch.uint8)
 
 
 def tensor_view(data: torch.Tensor, extent: Extent) -> torch.Tensor:
@@ -160,12 +187,14 @@ def stream_weights(
     threads: int | None = None,
     make_lane: Callable[[torch.device], CopyLane] = CopyLane,
     stopped: threading.Event | None = None,
+    into: Mapping[str, Tensors] | None = None,
 ) -> dict[str, Tensors]:
     """Copy blobs to `device` and verify them. Returns the tensors of each blob by its digest.
 
-    `threads` defaults to the number of cores, at most MAX_THREADS. After `stopped` is set, remaining blobs are
-    skipped and missing in the result. Raises CorruptBlob or StoreError of the first failing blob; then nothing stays on
-    the device.
+    `into`: by digest, existing tensors that receive a blob's bytes; None: new ones do. After an error they hold a
+    mixture. `threads` defaults to the number of cores, at most MAX_THREADS. After `stopped` is set, remaining blobs are
+    skipped and missing in the result. Raises CorruptBlob or StoreError of the first failing blob; then no new tensor
+    stays on the device. Raises EngineError for a tensor that does not fit `into`.
     """
     waiting = deque(sorted({blob.sha256: blob for blob in blobs}.values(), key=lambda blob: -blob.bytes))
     count = max(1, min(threads or min(MAX_THREADS, os.cpu_count() or 1), len(waiting)))
@@ -180,7 +209,7 @@ def stream_weights(
                     blob = waiting.popleft()
                 except IndexError:
                     return
-                sink = BlobReceiver(blob, lane)
+                sink = BlobReceiver(blob, lane, None if into is None else into[blob.sha256])
                 store.stream(blob.sha256, blob.bytes, sink)
                 done[blob.sha256] = sink.tensors()
         except BaseException:

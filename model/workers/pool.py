@@ -154,12 +154,18 @@ class WorkerPool:
     def _give(self, job: PoolJob) -> bool:
         """Give a request's missing images to the worker with the least work. Return False if none is left.
 
-        Among equal workers the one is chosen that was given a request the longest time ago. Called with the lock.
+        The load of a release that a worker lacks counts as much as the request. Among equal workers the one is chosen
+        that was given a request the longest time ago. Called with the lock.
         """
         serving = self._serving()
         if not serving or job.attempts >= MAX_ATTEMPTS:
             return False
-        worker = min(serving, key=lambda worker: (worker.work, self._last_given.get(worker.number, 0)))
+
+        def cost(worker: Worker) -> tuple[int, int]:
+            load = 0 if job.model in worker.status.resident else job.work
+            return worker.work + load, self._last_given.get(worker.number, 0)
+
+        worker = min(serving, key=cost)
         number = next(self._numbers)
         self._last_given[worker.number] = number
         worker.jobs[number] = job

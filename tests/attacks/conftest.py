@@ -17,7 +17,7 @@ import pytest
 from engine_builder.stores.local import WritableLocalStore
 from model.cold_start import ColdStart
 from model.errors import PreheatError
-from model.loading.load import Loaded, load_release
+from model.loading.load import Loaded
 from model.store.local import LocalStore
 from model.store.manifest import Manifest
 from model.store.options import StoreOptions
@@ -26,7 +26,7 @@ from model.store.signature import PublicKey
 from model.store.store import Store
 from tests.support import object_store as ceph
 from tests.support import releases
-from tests.support.deployments import deployed
+from tests.support.deployments import deployed, load_release
 from tests.support.object_store import ObjectStore
 from tests.support.releases import RELEASE_NAME, cpu_target
 

@@ -12,7 +12,6 @@ from engine_builder.stores.store import WritableStore
 from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.errors import CorruptBlob, StoreError
-from model.loading.load import load_release
 from model.loading.target import detect_targets
 from model.pipeline.text_to_image import generate
 from model.request_fields import GenerationRequest
@@ -23,7 +22,7 @@ from model.store.sink import Sink
 from model.store.store import Store
 from tests.attacks.conftest import AttackedRelease, from_bucket
 from tests.model.store.processes import finish, python
-from tests.support.deployments import deployed
+from tests.support.deployments import deployed, load_release
 
 DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "longer": (lambda data: data + b"\0", "bytes instead of"),
@@ -168,7 +167,6 @@ from model.request_fields import GenerationRequest
 from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.deployment import Deployment
-from model.loading.load import load_release
 from model.loading.target import detect_targets
 from model.pipeline.text_to_image import generate
 from model.store.store import open_store

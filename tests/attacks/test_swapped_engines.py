@@ -23,13 +23,13 @@ from engine_builder.stores.store import WritableStore
 from model.cold_start import ColdStart
 from model.engines.aot_inductor.package import IDENTITY, Identity, check_identity
 from model.errors import EngineError, MissingComponent
-from model.loading.load import Loaded, load_release
+from model.loading.load import Loaded
 from model.loading.target import detect_targets
 from model.loading.warmup import warm_up
 from model.store.manifest import Bucket, EngineRecord, Signature
 from tests.support import releases
 from tests.support.components import BASE_COMPONENTS
-from tests.support.deployments import deployed
+from tests.support.deployments import deployed, load_release
 
 NAME = "toy-sdxl/1"
 Entries = dict[str, Any]

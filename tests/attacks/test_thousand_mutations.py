@@ -16,14 +16,14 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from engine_builder.releases import signing
 from model.cold_start import ColdStart
 from model.errors import CorruptBlob, PreheatError
-from model.loading.load import Loaded, load_release
+from model.loading.load import Loaded
 from model.store.local import LocalStore
 from model.store.manifest import Manifest
 from model.store.manifest_json import parse_manifest
 from model.store.signature import PublicKey
 from tests.attacks.conftest import AttackedRelease
 from tests.support import releases
-from tests.support.deployments import deployed
+from tests.support.deployments import deployed, load_release
 from tests.support.releases import RELEASE_NAME, cpu_target
 
 Entries = dict[str, Any]

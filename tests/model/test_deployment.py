@@ -20,7 +20,6 @@ from engine_builder.stores.local import WritableLocalStore
 from model.cold_start import ColdStart
 from model.deployment import Deployment, ServedAdapters, ServedPrecision
 from model.engines.aot_inductor import compiled_engine
-from model.loading.load import load_release
 from model.loading.prefetch_worker import fetch_selected
 from model.loading.target import Target, detect_targets
 from model.settings import ServedBucket, read_settings
@@ -28,7 +27,7 @@ from model.store.manifest import Fp16Steps
 from model.store.precision import FP8, FP16, FP32
 from tests.support import recorded, toy_safety_checker
 from tests.support.adapters import PACKABLE, module_shapes, random_deltas, write_adapter
-from tests.support.deployments import deployed
+from tests.support.deployments import deployed, load_release
 from tests.support.parity import picture
 from tests.support.recording_store import RecordingStore
 from tests.support.uncompiled import builds_without_compiling
@@ -132,7 +131,7 @@ CASES: dict[str, dict[str, Any]] = {name: {name: value} for name, value in VALUE
 def test_prefetch_fetches_what_the_load_reads(store: WritableLocalStore, changes: dict[str, Any]) -> None:
     deployment, targets = replace(deployed(), **changes), detect_targets()
     prefetching, loading = RecordingStore(store.root), RecordingStore(store.root)
-    fetch_selected(prefetching, store.read_release(deployment.releases[0]), deployment, targets)
+    fetch_selected(prefetching, [store.read_release(deployment.releases[0])], deployment, targets)
     loaded = load_release(loading, deployment, targets, ColdStart())
     if loaded.model.adapters is not None:
         loaded.model.adapters.close()

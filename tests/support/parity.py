@@ -14,14 +14,14 @@ from engine_builder.stores.store import WritableStore
 from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.images.encode import Pixels
-from model.loading.load import Loaded, load_release
+from model.loading.load import Loaded
 from model.loading.target import Target, detect_targets
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import GenerationParams, Mask
 from model.pipeline.text_to_image import generate
 from model.request_fields import GenerationRequest
 from model.store.precision import FP32
-from tests.support.deployments import deployed
+from tests.support.deployments import deployed, load_release
 from tests.support.images import file_of, largest_difference
 from tests.support.reference import Reference
 from tests.support.uncompiled import publish_uncompiled

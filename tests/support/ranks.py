@@ -10,12 +10,13 @@ from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.deployment import Deployment
 from model.images.encode import Pixels
-from model.loading.load import Loaded, load_release
+from model.loading.load import Loaded
 from model.loading.target import detect_targets
 from model.pipeline.params import GenerationParams
 from model.ranks.lead import Followers
 from model.request_fields import GenerationRequest
 from model.settings import Settings
+from tests.support.deployments import load_release
 
 SIDE = 64
 BAND_RELEASE, BANDS = "toy-bands/1", 2

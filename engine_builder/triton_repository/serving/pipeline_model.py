@@ -32,7 +32,7 @@ from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.deployment import Deployment
 from model.errors import RequestRefused
-from model.loading.load import load_deployment
+from model.loading.releases import load_deployment
 from model.pipeline.params import GenerationParams
 from model.request_fields import GenerationRequest
 
@@ -67,7 +67,7 @@ class PipelineModel(ABC):
         self.inputs, self.texts = expected.inputs, texts_of(self.manifest)
         components = frozenset(components_of_model(name, self.manifest))
         deployment = replace(Deployment.of(settings), components=components)
-        [loaded] = load_deployment(store, deployment, settings.store_options().cache_folder, ColdStart())
+        loaded = load_deployment(store, deployment, settings.store_options().cache_folder, ColdStart())
         self.model, self.served = loaded.model, loaded.served
         self.height, self.width = self.served.native_height, self.served.native_width
         self.steps = steps

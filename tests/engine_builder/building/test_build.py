@@ -35,7 +35,7 @@ from engine_builder.stores.store import WritableStore, open_writable_store
 from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.errors import BrokenImage
-from model.loading.load import Loaded, load_release
+from model.loading.load import Loaded
 from model.loading.target import Target, detect_targets
 from model.pipeline.spec import REFINER_TEXT_ENCODER_2, TEXT_ENCODER_2
 from model.pipeline.text_to_image import generate
@@ -57,7 +57,7 @@ from tests.engine_builder.helpers import (
     install_metadata,
     perturb,
 )
-from tests.support.deployments import deployed
+from tests.support.deployments import deployed, load_release
 from tests.support.reference import Reference
 from tests.support.repository import MODEL_FOLDER, REPOSITORY
 from tests.support.uncompiled import builds_without_compiling

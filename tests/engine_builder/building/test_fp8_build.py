@@ -33,7 +33,7 @@ from model.deployment import ServedPrecision
 from model.engines.engine import EngineSet
 from model.errors import ConfigError, NoEngineForTarget
 from model.images.distance import psnr
-from model.loading.load import Loaded, load_release
+from model.loading.load import Loaded
 from model.loading.select import select
 from model.loading.target import detect_targets
 from model.pipeline.loaded_model import LoadedModel
@@ -45,7 +45,7 @@ from model.store.manifest_json import parse_constants
 from model.store.precision import FP8, FP16, FP32, INT8, Precision
 from preheat.commands.build_report import _vae_remark
 from tests.engine_builder.helpers import edit_json, folder_of
-from tests.support.deployments import deployed
+from tests.support.deployments import deployed, load_release
 from tests.support.quantization import run
 
 pytestmark = pytest.mark.usefixtures("quick_builds")

@@ -21,7 +21,6 @@ from engine_builder.stores.store import WritableStore
 from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.errors import ManifestError, RequestRefused
-from model.loading.load import load_release
 from model.loading.target import detect_targets
 from model.loading.warmup import warm_up
 from model.pipeline.loaded_model import LoadedModel
@@ -31,7 +30,7 @@ from model.request_fields import GenerationRequest
 from model.store.precision import FP32
 from tests.engine_builder.helpers import edit_json
 from tests.support import toy_sdxl
-from tests.support.deployments import deployed
+from tests.support.deployments import deployed, load_release
 from tests.support.images import largest_difference
 from tests.support.reference import Reference
 from tests.support.repository import MODEL_FOLDER

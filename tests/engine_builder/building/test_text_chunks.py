@@ -17,14 +17,13 @@ from engine_builder.stores.local import WritableLocalStore
 from engine_builder.stores.store import WritableStore
 from model.api.resolve import resolve
 from model.cold_start import ColdStart
-from model.loading.load import load_release
 from model.loading.target import detect_targets
 from model.pipeline.spec import UNET
 from model.pipeline.text_to_image import generate
 from model.request_fields import GenerationRequest
 from model.store.precision import FP32
 from preheat.main import app
-from tests.support.deployments import deployed
+from tests.support.deployments import deployed, load_release
 
 pytestmark = pytest.mark.usefixtures("uncompiled_builds")
 

@@ -25,7 +25,7 @@ from model.api.body_limit import MAX_BODY_BYTES
 from model.api.images import resolve_with_images
 from model.api.resolve import resolve
 from model.cold_start import ColdStart
-from model.loading.load import Loaded, load_release
+from model.loading.load import Loaded
 from model.loading.target import detect_targets
 from model.pipeline.text_to_image import generate
 from model.request_fields import GenerationRequest
@@ -33,7 +33,7 @@ from preheat.local_server import triton_client as client
 from preheat.local_server.client import CallFailed
 from preheat.local_server.triton_client import Protocol
 from preheat.main import app
-from tests.support.deployments import deployed
+from tests.support.deployments import deployed, load_release
 from tests.support.triton_server import TritonServer, export, require_triton_client
 
 STEPS = 4

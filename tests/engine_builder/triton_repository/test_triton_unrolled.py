@@ -20,14 +20,14 @@ from engine_builder.triton_repository.unrolled import shortest_decimal, unrolled
 from engine_builder.triton_repository.write_repository import RepositoryError, read_releases
 from model.api.images import resolve_with_images
 from model.cold_start import ColdStart
-from model.loading.load import Loaded, load_release
+from model.loading.load import Loaded
 from model.loading.target import detect_targets
 from model.pipeline.text_to_image import generate
 from model.request_fields import GenerationRequest
 from preheat.local_server.client import CallFailed
 from preheat.local_server.triton_client import Protocol, generate_pixels
 from preheat.main import app
-from tests.support.deployments import deployed
+from tests.support.deployments import deployed, load_release
 from tests.support.triton_server import TritonServer, export
 
 STEPS = 4

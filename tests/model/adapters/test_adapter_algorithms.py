@@ -18,12 +18,12 @@ from engine_builder.stores.store import WritableStore, open_writable_store
 from model.cold_start import ColdStart
 from model.deployment import ServedAdapters
 from model.images.encode import Pixels
-from model.loading.load import Loaded, load_release
+from model.loading.load import Loaded
 from model.loading.target import detect_targets
 from model.pipeline.text_to_image import generate
 from tests.model.adapters.test_adapter_parity import TOLERANCE, params
 from tests.support.adapters import copy_store
-from tests.support.deployments import deployed
+from tests.support.deployments import deployed, load_release
 from tests.support.images import largest_difference
 from tests.support.lycoris_adapters import ALGORITHMS, LycorisAdapter
 from tests.support.reference import Reference

@@ -19,14 +19,14 @@ from model.adapters.changes import Change
 from model.adapters.packing import make_packing, pack
 from model.cold_start import ColdStart
 from model.deployment import ServedAdapters
-from model.loading.load import Loaded, load_release
+from model.loading.load import Loaded
 from model.loading.target import detect_targets
 from model.loading.warmup import warm_up
 from model.pipeline.params import GenerationParams, Mask
 from model.pipeline.request_plan import plan_request
 from model.pipeline.text_to_image import generate
 from tests.support.adapters import PACKABLE, module_shapes, random_deltas, write_adapter
-from tests.support.deployments import deployed
+from tests.support.deployments import deployed, load_release
 from tests.support.images import largest_difference, pixels
 from tests.support.linear_networks import PLAIN
 from tests.support.lycoris_adapters import LycorisAdapter

@@ -20,7 +20,7 @@ from model.cold_start import ColdStart
 from model.deployment import ServedAdapters
 from model.errors import AdapterError
 from model.images.encode import Pixels
-from model.loading.load import Loaded, load_release
+from model.loading.load import Loaded
 from model.loading.target import detect_targets
 from model.pipeline.params import GenerationParams
 from model.pipeline.text_to_image import generate
@@ -34,7 +34,7 @@ from tests.support.adapters import (
     random_deltas,
     write_adapter,
 )
-from tests.support.deployments import deployed
+from tests.support.deployments import deployed, load_release
 from tests.support.images import largest_difference
 from tests.support.linear_networks import PLAIN
 from tests.support.reference import Reference

@@ -14,14 +14,14 @@ from model.engines.tensorrt.libraries import TENSORRT_RTX
 from model.engines.tensorrt.plans import Plans
 from model.engines.tensorrt.runtime_caches import RuntimeCacheFolder
 from model.errors import CorruptBlob, EngineError, OutOfDeviceMemory
-from model.loading.load import Loaded, load_release
+from model.loading.load import Loaded
 from model.loading.memory import check_memory, tensorrt_bytes
 from model.loading.select import Selection, select
 from model.loading.target import Target
 from model.pipeline.components import COMPONENTS
 from model.store.manifest import Blob, Bucket, EngineRecord, Manifest, Signature, Span, TensorRTPlan, TensorSpec
 from tests.support import releases
-from tests.support.deployments import deployed
+from tests.support.deployments import deployed, load_release
 from tests.support.fake_tensorrt import (
     RTX_VERSION,
     VERSION,
@@ -164,9 +164,9 @@ def test_refuses_plans_that_do_not_fit_into_memory(store: WritableLocalStore) ->
         ([as_holder(decoder), unet], gib // 2, 3 * gib // 2 + 1024),
     ):
         selection = select_engines(store, engines, weights)
-        check_memory(gpu, [selection], free=needed)
+        check_memory(gpu, selection, free=needed)
         with pytest.raises(OutOfDeviceMemory, match="GiB free. .* or use a GPU with more memory"):
-            check_memory(gpu, [selection], free=needed - 1)
+            check_memory(gpu, selection, free=needed - 1)
 
 
 # -- a release ----------------------------------------------------------------------------------------------------

@@ -9,13 +9,13 @@ import pytest
 from engine_builder.stores.local import WritableLocalStore
 from model.cold_start import ColdStart
 from model.errors import PreheatError
-from model.loading.load import Loaded, load_release
+from model.loading.load import Loaded
 from model.loading.target import Target
 from model.settings import ServedBucket
 from model.store.store import Store
 from tests.support import releases
 from tests.support.components import BASE_COMPONENTS
-from tests.support.deployments import deployed
+from tests.support.deployments import deployed, load_release
 from tests.support.releases import RELEASE_NAME, cpu_target
 
 Entries = dict[str, Any]

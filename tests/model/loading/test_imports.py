@@ -78,19 +78,19 @@ def test_loading_a_release_imports_nothing_heavy(valid_store: WritableLocalStore
         import torch
         with_torch = set(sys.modules)
         import model.model
-        import model.loading.load, model.loading.warmup
+        import model.loading.releases, model.loading.warmup
         further = set(sys.modules) - with_torch
         # `import torch` itself imports some modules of torch.export and torch.fx. The server must add none.
         assert not [name for name in further if name.startswith(("torch.export", "torch._export", "torch.fx"))], further
 
         from model.cold_start import ColdStart
         from model.deployment import Deployment
-        from model.loading.load import load_release
+        from model.loading.releases import Releases
         from model.store.store import open_store
         from model.loading.target import Target
 
         target = Target(*sys.argv[2:])
-        loaded = load_release(open_store(sys.argv[1]), Deployment(("toy/1",)), [target], ColdStart())
+        loaded = Releases(open_store(sys.argv[1]), Deployment(("toy/1",)), [target], ColdStart()).open(0)
         y = loaded.model.engines["unet"].run({"x": torch.ones(1, 4, 8, 8)}, 64, 64)["y"]
         assert y.shape == (1, 4, 8, 8) and torch.isfinite(y).all()
     """

@@ -27,7 +27,6 @@ from model.errors import (
     OutOfDeviceMemory,
     PreheatError,
 )
-from model.loading.load import load_release
 from model.loading.memory import check_memory, free_host_memory, loop_bytes
 from model.loading.select import select
 from model.loading.served import SizeList, SizeRange
@@ -51,7 +50,7 @@ from tests.model.loading.helpers import (
 )
 from tests.support import releases
 from tests.support.components import BASE_COMPONENTS, REFINER_COMPONENTS, UNET_VARIANTS
-from tests.support.deployments import deployed
+from tests.support.deployments import deployed, load_release
 from tests.support.releases import RELEASE_NAME, Toy, cpu_target, put_blob
 
 
@@ -333,18 +332,9 @@ def weight_bytes(manifest: Manifest) -> int:
 def test_refuses_weights_beyond_the_memory_of_a_gpu(empty_store: WritableLocalStore) -> None:
     manifest = empty_store.read_release(RELEASE_NAME)
     selection = select(manifest, [cpu_target()], deployed())
-    check_memory(GPU, [selection], free=weight_bytes(manifest))
+    check_memory(GPU, selection, free=weight_bytes(manifest))
     with pytest.raises(OutOfDeviceMemory, match="use a GPU with more memory"):
-        check_memory(GPU, [selection], free=weight_bytes(manifest) - 1)
-
-
-def test_weights_of_several_releases_count_once_if_they_are_shared(empty_store: WritableLocalStore) -> None:
-    manifest = empty_store.read_release(RELEASE_NAME)
-    both, needed = [select(manifest, [cpu_target()], deployed())] * 2, weight_bytes(manifest)
-    for shares_weights, free in ((True, needed), (False, 2 * needed)):
-        check_memory(torch.device("cpu"), both, free, shares_weights=shares_weights)
-        with pytest.raises(OutOfDeviceMemory, match="GiB for 2 releases"):
-            check_memory(torch.device("cpu"), both, free - 1, shares_weights=shares_weights)
+        check_memory(GPU, selection, free=weight_bytes(manifest) - 1)
 
 
 def test_refuses_weights_beyond_the_memory_of_a_cpu(empty_store: WritableLocalStore, entries: Entries) -> None:
@@ -397,6 +387,6 @@ def test_counts_the_buffers_of_all_loops(tmp_path: Path) -> None:
     engines = tuple(engine.model_copy(update={"target": target.key}) for engine in (*others, *unets))
     manifest = draft.model_copy(update={"engines": engines})
     selection = select(manifest, [target], deployed())
-    check_memory(GPU, [selection], free=weight_bytes(manifest) + buffers)
+    check_memory(GPU, selection, free=weight_bytes(manifest) + buffers)
     with pytest.raises(OutOfDeviceMemory, match="Configure smaller batches .* or fewer sizes"):
-        check_memory(GPU, [selection], free=weight_bytes(manifest) + buffers - 1)
+        check_memory(GPU, selection, free=weight_bytes(manifest) + buffers - 1)

@@ -23,9 +23,11 @@ from engine_builder.stores.store import WritableStore, open_writable_store
 from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.deployment import Deployment, ServedAdapters, resolve_releases
-from model.errors import ConfigError, ManifestError, ReleaseNotFound
-from model.loading.load import Loaded, load_release, load_releases
-from model.loading.select import Selection, check_alike, select
+from model.errors import ConfigError, EngineError, ManifestError, ReleaseNotFound
+from model.loading.alike import check_alike
+from model.loading.load import Loaded
+from model.loading.releases import Releases, slot_of
+from model.loading.select import Selection, select
 from model.loading.target import detect_targets
 from model.pipeline.text_to_image import generate
 from model.request_fields import GenerationRequest
@@ -33,7 +35,7 @@ from preheat.local_server.server import Layout, Server, with_metadata
 from tests.conftest import READY_SECONDS
 from tests.engine_builder.helpers import edit_json, edit_weights, folder_of, perturb
 from tests.support.adapters import module_shapes, random_deltas, write_adapter
-from tests.support.deployments import deployed
+from tests.support.deployments import deployed, load_release
 from tests.support.gateway import running_gateway
 from tests.support.images import Pixels, largest_difference, pixels
 from tests.support.predictions import PREDICT_PATH, http_client
@@ -68,8 +70,14 @@ def store(
     return store
 
 
-def load(store: WritableStore, patterns: Sequence[str] = PATTERNS, **changes: Any) -> list[Loaded]:
-    return load_releases(store, Deployment(tuple(patterns), **changes), detect_targets(), ColdStart())
+def resolved(store: WritableStore, patterns: Sequence[str] = PATTERNS, **changes: Any) -> Releases:
+    return Releases(store, Deployment(tuple(patterns), **changes), detect_targets(), ColdStart())
+
+
+def load(store: WritableStore, **changes: Any) -> list[Loaded]:
+    """Load all releases into slots of their own."""
+    releases = resolved(store, **changes)
+    return [releases.open(index) for index in range(len(releases))]
 
 
 def image(loaded: Loaded, **fields: Any) -> Pixels:
@@ -90,11 +98,59 @@ def test_images_are_those_of_each_release(store: WritableStore, alone: dict[str,
     loaded = load(store)
     assert [one.release for one in loaded] == [*RELEASES]
     assert all(np.array_equal(image(one), alone[one.release]) for one in loaded)
-    first, *others = (store.read_release(name) for name in RELEASES)
-    known = {digest for record in first.weights for digest in record.identity}
-    for one, manifest in zip(loaded[1:], others, strict=True):  # the other networks are loaded once
-        own = sum(blob.bytes for record in manifest.weights for blob in record.blobs if blob.sha256 not in known)
+    manifests = [store.read_release(name) for name in RELEASES]
+    digests = [{digest for record in one.weights for digest in record.identity} for one in manifests]
+    common = frozenset.intersection(*map(frozenset, digests))  # they are on the device once
+    for one, manifest in zip(loaded[1:], manifests[1:], strict=True):
+        own = sum(blob.bytes for record in manifest.weights for blob in record.blobs if blob.sha256 not in common)
         assert one.weight_bytes == pytest.approx(own, rel=0.1) and one.weight_bytes < loaded[0].weight_bytes
+
+
+@pytest.mark.parametrize("adapters", [(), ("spots",)], ids=["plain", "with an adapter"])
+def test_any_release_fills_a_slot(
+    store: WritableStore, alone: dict[str, Pixels], adapters: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A release on the engines of another one has its own weights, tokenizers, schedule and defaults."""
+    releases = resolved(store, adapters=ServedAdapters(adapters))
+    loaded = [releases.open(0), *map(releases.without_weights, (1, 2))]
+    slot = slot_of(loaded[0])
+    monkeypatch.setattr("model.loading.load.open_engine", lambda *_: pytest.fail("an engine is opened"))
+    adapted: dict[str, Pixels] = {}
+    for index in (1, 2, 0, 1):
+        one = loaded[index]
+        releases.fill(index, slot)
+        one.model.run_on(slot.model)
+        if one.model.adapters is not None and slot.adaptable is not None:
+            one.model.adapters.use(slot.adaptable)
+            slot.adaptable.renew()
+            made = image(one, loras=[{"name": "spots"}])
+            assert np.array_equal(made, adapted.setdefault(one.release, made))
+            assert not np.array_equal(made, alone[one.release])
+        assert np.array_equal(image(one), alone[one.release])
+    if adapters:
+        monkeypatch.undo()
+        deployment = deployed("style/1", adapters=ServedAdapters(adapters))
+        expected = image(load_release(store, deployment, detect_targets(), ColdStart()), loras=[{"name": "spots"}])
+        assert np.array_equal(adapted["style/1"], expected)
+
+
+def test_refuses_weights_that_do_not_fit_a_slot(store: WritableStore) -> None:
+    releases = resolved(store)
+    slot = slot_of(releases.open(0))
+    unet = next(key for key in slot.weights.tensors if key[0] == "unet")
+    name, tensor = next(iter(slot.weights.tensors[unet].items()))
+    for changed, cause in (
+        ({name: tensor[:1]}, f"{name} is torch.float32 .*the device has torch.float32"),
+        ({name: tensor.half()}, "the device has torch.float16"),
+        ({"more": tensor}, "weights of unet lack more"),
+    ):
+        tensors = {**slot.weights.tensors, unet: {**slot.weights.tensors[unet], **changed}}
+        with pytest.raises(EngineError, match=cause):
+            releases.fill(1, replace(slot, weights=replace(slot.weights, tensors=tensors)))
+    without = {key: value for key, value in slot.weights.tensors[unet].items() if key != name}
+    with pytest.raises(EngineError, match="the device has no such tensor"):
+        tensors = {**slot.weights.tensors, unet: without}
+        releases.fill(1, replace(slot, weights=replace(slot.weights, tensors=tensors)))
 
 
 def test_adapters_of_one_release_change_no_other(store: WritableStore, alone: dict[str, Pixels]) -> None:
@@ -129,11 +185,19 @@ def test_refuses_releases_that_differ_in_more_than_weights(store: WritableStore)
     check_alike([first, second])
     manifest = second.manifest
     architectures = manifest.architectures | {"unet": "0" * 64}
-    fewer = {name: records for name, records in second.engines.items() if name != "vae_encoder"}
+    unet = second.engines["unet"][0]
+    other_code = second.engines | {"unet": [unet.model_copy(update={"key": "0" * 64})]}
+    own = [one.model_copy(update={"component": "vae_decoder"}) for one in second.weights["unet"]]
+    repeated = second.weights | {"vae_decoder": own}
     for other, cause in (
         (replace(second, manifest=manifest.model_copy(update={"family": "sd"})), "the family sd"),
         (replace(second, manifest=manifest.model_copy(update={"architectures": architectures})), "of unet: 0000"),
-        (replace(second, engines=fewer), "Only toy-sdxl/1 has an engine of vae_encoder in fp32"),
+        (second.only(second.engines.keys() - {"vae_encoder"}), "Only toy-sdxl/1 has an engine of vae_encoder in fp32"),
+        (
+            replace(second, engines=other_code),
+            f"this engine of unet in fp32 at {unet.bucket.label}: 000000",
+        ),
+        (replace(second, weights=repeated), "Only style/2 has the weights of unet in vae_decoder"),
     ):
         with pytest.raises(ConfigError, match="toy-sdxl/1 and style/2 cannot share a server") as refused:
             check_alike([first, other])
@@ -145,23 +209,35 @@ def test_resolves_patterns(store: WritableStore) -> None:
     assert resolve_releases(("style/1", "style/*"), store) == ("style/1", "style/2")
     for pattern in ("other/*", "../*", "*"):
         with pytest.raises((ReleaseNotFound, ManifestError)):
-            load(store, [pattern])
+            resolved(store, [pattern])
 
 
 # -- servers ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two workers"])
+def start_server(layout: Layout, folder: Path, store: WritableStore, **settings: Any) -> Server:
+    """Return a server of all releases, which is not started yet."""
+    root = Path(shutil.copytree(layout.root, folder / "root"))
+    copied = replace(layout, root=root, app=root / "app", packages=root / "packages")
+    metadata = layout.config["model_metadata"]
+    metadata = metadata | {"preheat": metadata["preheat"] | settings}
+    environment = {"PREHEAT_STORE": store.url, "PREHEAT_RELEASES": ",".join(PATTERNS)}
+    return Server(with_metadata(copied, metadata), environment=environment, log=folder / "log")
+
+
+SERVERS = {
+    "one process": {"workers": 1},
+    "two workers": {"workers": 2},
+    "two slots": {"workers": 1, "weight_slots": 2, "limits": {"release_turn_seconds": 0.2}},
+}
+
+
+@pytest.fixture(scope="module", params=SERVERS.values(), ids=SERVERS)
 def server(
     request: pytest.FixtureRequest, layout: Layout, store: WritableStore, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("server")
-    root = Path(shutil.copytree(layout.root, folder / "root"))
-    copied = replace(layout, root=root, app=root / "app", packages=root / "packages")
-    metadata = layout.config["model_metadata"]
-    metadata = metadata | {"preheat": metadata["preheat"] | {"workers": request.param}}
-    environment = {"PREHEAT_STORE": store.url, "PREHEAT_RELEASES": ",".join(PATTERNS)} | {"PREHEAT_LORAS": "spots"}
-    with Server(with_metadata(copied, metadata), environment=environment, log=folder / "log") as running:
+    with start_server(layout, folder, store, loras=["spots"], **request.param) as running:
         running.wait_ready(READY_SECONDS)
         yield running
 
@@ -208,6 +284,39 @@ def test_requests_of_all_releases_at_once(server: Server, store: WritableStore) 
                 params = resolve(GenerationRequest.model_validate(REQUEST | request), loaded.served)
                 for picture, expected in zip(made, generate(loaded.model, [params])[0], strict=True):
                     assert largest_difference(picture, expected) <= 1, request
+
+
+@pytest.mark.parametrize("damage", ["deleted", "changed", "cut"])
+def test_a_swap_that_fails_harms_no_other_release(
+    layout: Layout, store: WritableStore, alone: dict[str, Pixels], tmp_path: Path, damage: str
+) -> None:
+    own = open_writable_store(shutil.copytree(folder_of(store), tmp_path / "store"))
+    [blob] = {
+        digest
+        for record in store.read_release("style/2").weights
+        if record.component == "unet"
+        for digest in record.identity
+    }
+    file = folder_of(own) / "blobs" / "sha256" / blob
+    content = file.read_bytes()
+    with start_server(layout, tmp_path, own, weight_slots=1) as server, http_client(server) as client:
+        server.wait_ready(READY_SECONDS)
+        file.unlink()
+        if damage != "deleted":
+            changed = content[:-1] + bytes([content[-1] ^ 1])
+            file.write_bytes(changed if damage == "changed" else content[:-9])
+        for _ in range(2):
+            answer = client.post(PREDICT_PATH, json=REQUEST | {"model": "style/2"})
+            assert answer.status_code == 503 and "Release style/2 cannot be loaded." in answer.text, answer.text
+            for name in ("toy-sdxl/1", "style/1"):
+                check_image(client, alone[name], model=name)
+        file.unlink(missing_ok=True)
+        file.write_bytes(content)
+        check_image(client, alone["style/2"], model="style/2")
+        page = client.get("/metrics/").text
+        assert 'preheat_release_loads_total{outcome="failed"} 2.0' in page
+        assert 'preheat_errors_total{kind="release"} 2.0' in page
+        assert 'preheat_release_resident{release="style/2"} 1.0' in page
 
 
 def test_gateway_offers_each_release(server: Server, alone: dict[str, Pixels]) -> None:

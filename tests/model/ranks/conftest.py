@@ -11,10 +11,10 @@ from engine_builder.building.build_plan import BuildPlan
 from engine_builder.releases.publish import publish
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.cold_start import ColdStart
-from model.loading.load import Loaded, load_release
+from model.loading.load import Loaded
 from model.loading.target import detect_targets
 from tests.conftest import KEPT_TOYS, file_lock, make_build_report
-from tests.support.deployments import deployed
+from tests.support.deployments import deployed, load_release
 from tests.support.ranks import BAND_RELEASE, BANDS
 
 

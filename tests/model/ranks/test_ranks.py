@@ -14,7 +14,7 @@ from engine_builder.stores.store import WritableStore
 from model.cold_start import ColdStart
 from model.denoising.sampler_specs import SAMPLERS
 from model.errors import EngineError, NoEngineForTarget, RankFailed, Unavailable
-from model.loading.load import Loaded, load_release
+from model.loading.load import Loaded
 from model.loading.target import detect_targets
 from model.pipeline.params import Control, Mask
 from model.pipeline.runner import Runner
@@ -25,7 +25,7 @@ from model.scheduling.job import GenerationResult
 from model.scheduling.scheduler import Scheduler
 from model.settings import Limits, Settings
 from preheat.local_server.server import Layout, Server
-from tests.support.deployments import deployed
+from tests.support.deployments import deployed, load_release
 from tests.support.images import largest_difference, pixels
 from tests.support.predictions import PREDICT_PATH, http_client
 from tests.support.processes import children_that_run

@@ -338,13 +338,13 @@ SERVE = """
     import torch
     from model.cold_start import ColdStart
     from model.deployment import Deployment
-    from model.loading.load import load_release
     from model.loading.prefetch import Prefetch
+    from model.loading.releases import Releases
     from model.loading.target import Target
     from model.settings import read_settings
 
     prefetch = Prefetch(read_settings({"store": root.as_uri(), "release": "toy/1"}), {})
-    loaded = load_release(prefetch.store(), Deployment(("toy/1",)), [Target(*sys.argv[3:])], ColdStart())
+    loaded = Releases(prefetch.store(), Deployment(("toy/1",)), [Target(*sys.argv[3:])], ColdStart()).open(0)
     y = loaded.model.engines["unet"].run({"x": torch.ones(1, 4, 8, 8)}, 64, 64)["y"]
     assert torch.isfinite(y).all()
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/blobs/" in line}

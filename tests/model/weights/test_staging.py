@@ -17,7 +17,6 @@ from safetensors.torch import save
 from engine_builder.stores.local import WritableLocalStore
 from model.cold_start import ColdStart
 from model.errors import CorruptBlob, StoreError
-from model.loading.load import load_release
 from model.store.manifest import Blob, WeightsRecord
 from model.store.sink import Sink
 from model.weights.cache import WeightsCache
@@ -25,7 +24,7 @@ from model.weights.safetensors_header import Extent
 from model.weights.stream import CopyLane, stream_weights, tensor_view
 from tests.support import releases
 from tests.support.components import BASE_COMPONENTS
-from tests.support.deployments import deployed
+from tests.support.deployments import deployed, load_release
 from tests.support.releases import RELEASE_NAME, cpu_target, put_blob
 from tests.support.waiting import TIMEOUT_SECONDS
 

@@ -145,6 +145,18 @@ def test_least_work_decides(scene: Scene) -> None:
     assert [len(worker.requests) for worker in (first, second)] == [1, 3]
 
 
+def test_a_request_goes_to_the_worker_that_has_its_release(scene: Scene) -> None:
+    """Unless that one has more work left than the request and the load of the release would be."""
+    first, second = scene.workers
+    for worker, resident in ((first, (0,)), (second, (1,))):
+        worker.status = Status(True, 0, 0, 1, {}, resident)
+    for _ in range(3):
+        scene.pool.submit(params(0), None, 0, model=1)
+    assert [len(worker.requests) for worker in (first, second)] == [1, 2]
+    scene.pool.submit(params(0), None, 0, model=0)
+    assert [request.model for request in first.requests] == [1, 0]
+
+
 def test_images_that_arrived_are_not_repeated(scene: Scene) -> None:
     first, second = scene.workers
     events: list[StepEvent | ImageEvent] = []

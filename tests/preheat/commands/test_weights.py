@@ -20,14 +20,13 @@ from engine_builder.releases.mirror import copy_release
 from engine_builder.stores.store import WritableStore
 from model.cold_start import ColdStart
 from model.deployment import ServedAdapters
-from model.loading.load import load_release
 from model.loading.target import detect_targets
 from model.store.store import open_store
 from preheat.main import app
 from tests.conftest import Opener
 from tests.support import object_store as ceph
 from tests.support.adapters import PACKABLE, module_shapes, random_deltas, write_adapter
-from tests.support.deployments import deployed
+from tests.support.deployments import deployed, load_release
 from tests.support.object_store import ObjectStore
 from tests.support.parity import image_of, params_of
 from tests.support.repository import REPOSITORY

@@ -24,14 +24,14 @@ from engine_builder.releases.publish import publish
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.api.resolve import resolve
 from model.cold_start import ColdStart
-from model.loading.load import Loaded, load_release
+from model.loading.load import Loaded
 from model.loading.target import Target, detect_targets
 from model.pipeline.text_to_image import generate
 from model.request_fields import GenerationRequest
 from model.store.manifest import Manifest
 from model.store.precision import FP16
 from tests.engine_builder.helpers import PlanOf, edit_weights, folder_of
-from tests.support.deployments import deployed
+from tests.support.deployments import deployed, load_release
 from tests.support.fake_tensorrt import VERSION, WORKSPACE_BYTES, install_fake
 
 TARGET = Target("cpu", "fake_gpu", "", "trt11.4")

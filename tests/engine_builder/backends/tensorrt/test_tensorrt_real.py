@@ -27,7 +27,7 @@ from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.engines.tensorrt.libraries import TENSORRT, installed_version
 from model.engines.tensorrt.plans import Plans
-from model.loading.load import Loaded, load_release
+from model.loading.load import Loaded
 from model.loading.runtimes import list_targets, make_tensorrt_target
 from model.loading.target import detect_targets
 from model.pipeline.spec import UNET
@@ -37,7 +37,7 @@ from model.store.manifest import Manifest
 from model.store.precision import FP16
 from model.weights.cache import WeightsCache
 from tests.engine_builder.helpers import Tensors, edit_weights
-from tests.support.deployments import deployed
+from tests.support.deployments import deployed, load_release
 from tests.support.reference import Reference
 from tests.support.repository import MODEL_FOLDER, REPOSITORY
 

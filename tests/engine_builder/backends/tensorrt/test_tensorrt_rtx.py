@@ -28,7 +28,6 @@ from model.cold_start import ColdStart
 from model.engines.tensorrt.execution import Plan, PlanError
 from model.engines.tensorrt.libraries import TENSORRT_RTX, TensorRTUnavailable, driver_cuda_version
 from model.engines.tensorrt.plan_engine import TensorRTPlan
-from model.loading.load import load_release
 from model.loading.runtimes import list_targets, sort_fastest_first
 from model.loading.select import select
 from model.loading.target import Target, detect_targets
@@ -37,7 +36,7 @@ from model.store.precision import FP16
 from preheat.main import app
 from tests.engine_builder.helpers import folder_of
 from tests.support.components import BASE_COMPONENTS, REFINER_COMPONENTS
-from tests.support.deployments import deployed
+from tests.support.deployments import deployed, load_release
 from tests.support.fake_tensorrt import RTX_VERSION, Fake
 from tests.support.repository import MODEL_FOLDER, REPOSITORY
 from tests.support.tensorrt_rtx import capabilities_of

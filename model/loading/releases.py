@@ -1,0 +1,167 @@
+"""The releases of a deployment on one device, some with their weights on it and some without.
+
+Each slot has engines and loops of its own, on weights at fixed addresses. All releases of a deployment have the same
+engines, so the weights of any release can fill a slot, and nothing is opened or captured for it. The scheduler decides
+which releases have a slot; see `model.scheduling.weight_slots`.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from model.adapters.block_scales import unet_blocks
+from model.cold_start import ColdStart
+from model.deployment import Deployment
+from model.engines.tensorrt.runtime_caches import RuntimeCacheFolder
+from model.errors import ConfigError
+from model.loading.alike import check_alike
+from model.loading.load import Loaded, load, open_tokenizers, read_blobs, resolve
+from model.loading.memory import check_memory, free_memory, needed_bytes
+from model.loading.runtimes import find_targets, runtime_cache_folder
+from model.loading.target import Target
+from model.loading.token_tables import check_token_ids, token_tables
+from model.scheduling.weight_slots import Slot
+from model.store.store import Store
+
+_MARGIN = 1.1  # of the memory of another slot, for what grows later
+_NOT_FILLED = "Plans of TensorRT have their own copies of the weights, which those of another release cannot replace."
+
+
+class Releases:
+    """Loads the releases of a deployment, each for the first of the targets that it has engines for."""
+
+    def __init__(
+        self,
+        store: Store,
+        deployment: Deployment,
+        targets: Sequence[Target],
+        cold_start: ColdStart,
+        caches: RuntimeCacheFolder | None = None,
+    ) -> None:
+        """Read the manifests. `caches`: see `load`.
+
+        Raises ReleaseNotFound, ManifestError, UntrustedRelease, MissingComponent, NoEngineForTarget, OutOfDeviceMemory,
+        AdapterNotFound, AdapterError or StoreError, and ConfigError for releases that cannot share a server. No blob is
+        read before.
+        """
+        self._store, self._caches, self._cold_start = store, caches, cold_start
+        self._device = torch.device("cuda:0" if targets[0].device == "cuda" else "cpu")
+        if self._device.type == "cuda":
+            # The host has little work, and waking a thread on each of its cores takes longer than the work.
+            torch.set_num_threads(1)
+        with cold_start.phase("resolve"):
+            deployment = deployment.resolved(store)
+            self._resolved = [resolve(store, deployment.alone(release), targets) for release in deployment.releases]
+            check_alike([one.selection for one in self._resolved])
+            check_memory(self._device, self._resolved[0].selection, ranks=deployment.ranks)
+        self._free_before = free_memory(self._device)
+        self._used_by_first = 0
+        # A merge of adapters into the weights of one release must not change another one.
+        digests = [{blob.sha256 for blob in one.selection.weight_blobs()} for one in self._resolved]
+        is_alone = len(digests) == 1 or bool(deployment.adapters.names)
+        self._common = frozenset[str]() if is_alone else frozenset.intersection(*map(frozenset, digests))
+        self._first: Loaded | None = None
+
+    def __len__(self) -> int:
+        return len(self._resolved)
+
+    def name(self, index: int) -> str:
+        """The name of a release."""
+        return self._resolved[index].release
+
+    def check_slots(self, limit: int | None) -> None:
+        """Raise ConfigError if releases must take turns in fewer slots (None: no limit), and their engines cannot."""
+        engines = (one for records in self._resolved[0].selection.engines.values() for one in records)
+        if len(self) > (limit or len(self)) and any(engine.tensorrt for engine in engines):
+            raise ConfigError(f"{len(self)} releases cannot share {limit} slots. {_NOT_FILLED}")
+
+    def open(self, index: int) -> Loaded:
+        """Load a release with engines of its own. Raises what `load` raises."""
+        first = self._first
+        loaded = load(
+            self._store,
+            self._resolved[index],
+            self._device,
+            self._cold_start if first is None else ColdStart(),
+            self._caches,
+            self._common,
+            {} if first is None else first.slot.fixed,
+        )
+        if first is None:
+            self._first = loaded
+        return loaded
+
+    def without_weights(self, index: int) -> Loaded:
+        """Return what requests of a release need before its weights are on the device. `open` was called before.
+
+        Its model must `run_on` that of a slot with its weights before its engines are used. Raises StoreError,
+        CorruptBlob, ManifestError or MissingComponent.
+        """
+        first, one = self._first, self._resolved[index]
+        assert first is not None
+        selection = one.selection
+        blobs = [record.blob for record in selection.manifest.tokenizers.values()] + token_tables(selection)
+        self._store.fetch(blobs)
+        contents = read_blobs(self._store, blobs, selection)
+        tokenizers = open_tokenizers(selection, contents)
+        check_token_ids(selection, tokenizers, contents)
+        library, served = first.model.adapters, one.served
+        if library is not None:
+            library, served = library.for_other_weights(), replace(served, unet_blocks=unet_blocks(library.layers))
+        model = first.model.sharing(
+            tokenizers=tokenizers,
+            noise_schedules=dict(one.noise_schedules),
+            settings=selection.manifest.settings,
+            adapters=library,
+            benchmarks=one.benchmarks(),
+        )
+        return replace(first, model=model, served=served, release=one.release, weight_bytes=0, plans=None)
+
+    def fill(self, index: int, slot: Slot) -> None:
+        """Replace a slot's weights by those of a release. Nothing may use the slot meanwhile.
+
+        After an error the slot holds a mixture. Raises EngineError, CorruptBlob or StoreError.
+        """
+        slot.weights.fill(self._store, self._resolved[index].streamed_weights(), self._device)
+
+    def fetch(self, index: int) -> None:
+        """Copy a release's blobs to this machine. Raises CorruptBlob or StoreError."""
+        self._store.fetch(self._resolved[index].selection.blobs())
+
+    def has_room(self) -> bool:
+        """True if the device has the memory of another slot, as far as is known.
+
+        That is what the first one has taken with its graphs, or the estimate if that is more.
+        """
+        free, before = free_memory(self._device), self._free_before
+        if free is None or before is None:
+            return True
+        self._used_by_first = self._used_by_first or max(1, before - free)
+        selection = self._resolved[0].selection
+        estimate = needed_bytes(self._device, selection)
+        fixed = sum(blob.bytes for blob in selection.weight_blobs() if blob.sha256 in self._common)
+        used = self._used_by_first if self._device.type == "cuda" else 0  # of a host, other processes use memory too
+        return free >= _MARGIN * (max(estimate, used) - fixed)
+
+
+def slot_of(loaded: Loaded) -> Slot:
+    """Return the slot that a release was loaded into with engines of its own."""
+    library = loaded.model.adapters
+    return Slot(copy.copy(loaded.model), loaded.slot, None if library is None else library.weights)
+
+
+def open_releases(store: Store, deployment: Deployment, cache_folder: Path, cold_start: ColdStart) -> Releases:
+    """Return a deployment's releases on this machine, whose GPU or CPU decides the target.
+
+    `cache_folder`: for kernels that TensorRT-RTX compiles. Raises TensorRTUnavailable, and what `Releases` raises.
+    """
+    targets = find_targets(deployment.runtime)
+    return Releases(store, deployment, targets, cold_start, runtime_cache_folder(cache_folder, targets))
+
+
+def load_deployment(store: Store, deployment: Deployment, cache_folder: Path, cold_start: ColdStart) -> Loaded:
+    """Load the only release of a deployment on this machine. See `open_releases` and `load`."""
+    return open_releases(store, deployment, cache_folder, cold_start).open(0)

@@ -1,0 +1,255 @@
+"""Decide which releases have their weights on the device, where not all of them fit.
+
+A slot holds the weights of one release at fixed addresses, with engines and loops on them. Images of releases in slots
+are generated side by side. For a request of another release:
+
+1. A new slot is opened while the device has room.
+2. Otherwise its weights fill the slot that was used the longest time ago, if no image of that slot's release is in
+   flight or waits. The other slots go on meanwhile.
+3. If images of all slots' releases run or wait, the slot whose weights arrived first is drained: after `turn_seconds`
+   none of its requests begins any more, and those that have begun finish.
+
+So a request waits at most a turn, the time of the requests that have begun, and a load, for each release that is
+requested before it and has no slot. One load runs at a time. Without requests, new slots are opened for the remaining
+releases, in order.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from model import metrics
+from model.adapters.merge import AdaptableWeights
+from model.errors import OutOfDeviceMemory, PreheatError, ReleaseNotLoaded
+from model.pipeline.loaded_model import LoadedModel
+from model.pipeline.runner import Runner
+from model.scheduling.job import Job
+from model.weights.slot import WeightSlot
+
+logger = logging.getLogger("preheat")
+
+
+@dataclass(eq=False)
+class Slot:
+    """Engines, loops and streams on weights at fixed addresses.
+
+    model: has these engines, loops and streams; no request uses it. runner: of the release in the slot; None: none, or
+    it is being loaded. since, used: by time.monotonic(), the arrival of the weights, and the last use by a request.
+    """
+
+    model: LoadedModel
+    weights: WeightSlot
+    adaptable: AdaptableWeights | None
+    runner: Runner | None = None
+    since: float = field(default_factory=time.monotonic)
+    used: float = 0.0
+
+
+class SlotLoader(Protocol):
+    """Loads releases, by their index among the scheduler's runners."""
+
+    def name(self, index: int) -> str:
+        """Return the name of a release."""
+
+    def has_room(self) -> bool:
+        """True if the device has the memory of another slot."""
+
+    def open(self, index: int) -> Slot:
+        """Load a release into a new slot. Called on a thread of its own. Raises PreheatError."""
+
+    def fill(self, index: int, slot: Slot) -> None:
+        """Replace a slot's weights by those of a release. Called on a thread of its own. Raises PreheatError."""
+
+    def begin(self, index: int, is_new: bool) -> None:
+        """Run what must precede the first request of a release that is in a slot; is_new: the slot is new."""
+
+
+@dataclass(frozen=True)
+class _Load:
+    """A release on its way into a slot; None: a new one."""
+
+    index: int
+    slot: Slot | None
+    result: "Future[Slot]"
+    began: float
+
+
+class WeightSlots:
+    """Used on the scheduler's thread. `wake`, which it is given, lets that thread decide again."""
+
+    def __init__(
+        self,
+        runners: Sequence[Runner],
+        loader: SlotLoader,
+        first: Slot,
+        limit: int | None = None,
+        turn_seconds: float = 2.0,
+    ) -> None:
+        """`first`: has the weights of the first runner. `limit`: the most slots; None: as many as fit."""
+        self.wake: Callable[[], None] = lambda: None
+        self._runners, self._loader = tuple(runners), loader
+        self._limit, self._turn_seconds = limit or len(runners), turn_seconds
+        self._slots = [first]
+        self._load: _Load | None = None
+        self._draining: Slot | None = None
+        self._unopened = list(range(1, len(runners)))  # releases that have not been in a slot yet
+        self._may_open = True
+        self._opens_unasked = False
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="preheat-slots")
+        self._enter(first, 0)
+
+    @property
+    def resident(self) -> tuple[int, ...]:
+        """The indices of the releases in slots. Any thread may read it."""
+        return tuple(self._runners.index(slot.runner) for slot in list(self._slots) if slot.runner is not None)
+
+    def open_unasked(self) -> None:
+        """From now on, open slots for the releases that no request has asked for."""
+        self._opens_unasked = True
+
+    def holds(self, runner: Runner) -> bool:
+        """True if a release is in a slot."""
+        return any(slot.runner is runner for slot in self._slots)
+
+    def admits(self, job: Job) -> bool:
+        """True if images of a job may start now, as far as its release decides."""
+        slot = next((slot for slot in self._slots if slot.runner is job.runner), None)
+        return slot is not None and (slot is not self._draining or job.joined_count > 0)
+
+    @property
+    def blocked(self) -> bool:
+        """True if releases without a slot wait for a load to end."""
+        return self._load is not None
+
+    def update(
+        self, waiting: Sequence[Job], in_flight: Callable[[Runner], bool], blocked: Callable[[Runner], bool]
+    ) -> list[tuple[Job, Exception]]:
+        """End and begin loads. `waiting`: in order of arrival.
+
+        in_flight, blocked: true for a release with images in flight, and for one in a slot whose requests all wait for
+        adapters. Returns the jobs whose release could not be loaded, with the errors.
+        """
+        had_load = self._load is not None
+        failed = self._end_load(waiting)
+        jobs = [job for job in waiting if not job.done and all(job is not one for one, _ in failed)]
+        asked, now = {job.runner for job in jobs if not blocked(job.runner)}, time.monotonic()
+        for slot in self._slots:
+            if slot.runner is not None and (slot.runner in asked or in_flight(slot.runner)):
+                slot.used = now
+        self._draining = None
+        if self._load is not None:
+            return failed
+        wanted = next((job for job in jobs if not self.holds(job.runner)), None)
+        if (wanted is not None or (self._opens_unasked and self._unopened)) and self._can_open():
+            index = self._unopened[0] if wanted is None else self._runners.index(wanted.runner)
+            self._begin_load(index, None)
+        elif wanted is not None and not had_load:  # first, requests of the release that has arrived begin
+            begun = {job.runner for job in jobs if job.joined_count}
+            self._make_way(wanted, asked, lambda runner: runner in begun or in_flight(runner), now)
+        return failed
+
+    def close(self) -> None:
+        """Wait for a load that has begun, and end its thread."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _can_open(self) -> bool:
+        if self._may_open:
+            self._may_open = len(self._slots) < self._limit and self._loader.has_room()
+        return self._may_open
+
+    def _make_way(self, wanted: Job, asked: set[Runner], has_begun: Callable[[Runner], bool], now: float) -> None:
+        """Begin the load of a job's release into a slot that is free for it, or else drain one."""
+
+        def is_free(slot: Slot) -> bool:
+            return slot.runner is None or not (slot.runner in asked or has_begun(slot.runner))
+
+        index = self._runners.index(wanted.runner)
+        if free := [slot for slot in self._slots if is_free(slot)]:
+            self._begin_load(index, min(free, key=lambda slot: (slot.runner is not None, slot.used)))
+            return
+        oldest = min(self._slots, key=lambda slot: slot.since)
+        if now - max(wanted.accepted_at, oldest.since) < self._turn_seconds:
+            return
+        self._draining = oldest
+        assert oldest.runner is not None
+        if not has_begun(oldest.runner):
+            self._begin_load(index, oldest)
+
+    def _begin_load(self, index: int, slot: Slot | None) -> None:
+        self._draining = None
+        if slot is None:
+            result = self._pool.submit(self._loader.open, index)
+        else:
+            self._leave(slot)
+            wait = slot.model.queued_work()
+
+            def fill() -> Slot:
+                wait()
+                self._loader.fill(index, slot)
+                return slot
+
+            result = self._pool.submit(fill)
+        self._load = _Load(index, slot, result, time.monotonic())
+        result.add_done_callback(lambda _: self.wake())
+
+    def _end_load(self, waiting: Sequence[Job]) -> list[tuple[Job, Exception]]:
+        """Let a release whose load has ended into its slot. After an error, return the jobs that waited for it."""
+        load = self._load
+        if load is None or not load.result.done():
+            return []
+        self._load = None
+        if load.index in self._unopened:
+            self._unopened.remove(load.index)
+        name, kind = self._loader.name(load.index), "open" if load.slot is None else "fill"
+        try:
+            slot = load.result.result()
+            self._enter(slot, load.index)
+            if load.slot is None:
+                self._slots.append(slot)
+            elif slot.adaptable is not None:
+                slot.adaptable.renew()
+            self._loader.begin(load.index, is_new=load.slot is None)
+        except Exception as error:
+            return self._fail(load, name, kind, error, waiting)
+        seconds = time.monotonic() - load.began
+        metrics.RELEASE_LOADS.labels(kind).inc()
+        metrics.RELEASE_LOAD_SECONDS.labels(kind).observe(seconds)
+        entry = {"event": "release_loaded", "release": name, "slots": len(self._slots), "new_slot": load.slot is None}
+        logger.info(json.dumps({**entry, "seconds": round(seconds, 3)}))
+        return []
+
+    def _fail(
+        self, load: _Load, name: str, kind: str, error: Exception, waiting: Sequence[Job]
+    ) -> list[tuple[Job, Exception]]:
+        metrics.RELEASE_LOADS.labels("failed").inc()
+        for slot in [slot for slot in self._slots if slot.runner is self._runners[load.index]]:
+            self._leave(slot)
+            if load.slot is None:
+                self._slots.remove(slot)
+        cause = str(error) if isinstance(error, PreheatError) else f"{type(error).__name__}: {error}"
+        logger.error("%s cannot be loaded: %s", name, cause)
+        if isinstance(error, OutOfDeviceMemory) and load.slot is None:
+            self._may_open = False  # a slot that exists takes the release
+            return []
+        failure = ReleaseNotLoaded(f"Release {name} cannot be loaded. {cause}", "")
+        return [(job, failure) for job in waiting if job.runner is self._runners[load.index]]
+
+    def _enter(self, slot: Slot, index: int) -> None:
+        runner = self._runners[index]
+        runner.model.run_on(slot.model)
+        if runner.model.adapters is not None:
+            runner.model.adapters.use(slot.adaptable)
+        slot.runner, slot.since = runner, time.monotonic()
+        metrics.RELEASE_RESIDENT.labels(self._loader.name(index)).set(1)
+
+    def _leave(self, slot: Slot) -> None:
+        if slot.runner is None:
+            return
+        if slot.runner.model.adapters is not None:
+            slot.runner.model.adapters.use(None)
+        metrics.RELEASE_RESIDENT.labels(self._loader.name(self._runners.index(slot.runner))).set(0)
+        slot.runner = None

@@ -1,0 +1,51 @@
+"""The weights of a release at fixed addresses on the device, which those of another release may replace in place.
+
+Engines and CUDA graphs read weights at fixed addresses, so other weights need no new engine and no new capture.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from model.errors import EngineError
+from model.store.manifest import WeightsRecord
+from model.store.store import Store
+from model.weights.stream import Tensors, stream_weights
+
+WeightsKey = tuple[str, str, str]
+"""What tells the weights of a release apart: component, precision and layout."""
+
+
+def weights_key(record: WeightsRecord) -> WeightsKey:
+    """Return the key of weights within their release."""
+    return record.component, str(record.precision), record.layout
+
+
+@dataclass(frozen=True, eq=False)
+class WeightSlot:
+    """tensors: as stored, by the weights' key and by name. fixed: by digest, those that all releases have in common."""
+
+    tensors: Mapping[WeightsKey, Tensors]
+    fixed: Mapping[str, Tensors]
+
+    def fill(self, store: Store, records: Iterable[WeightsRecord], device: torch.device) -> None:
+        """Replace the weights by `records`, those of a whole release. Nothing may use the slot meanwhile.
+
+        After an error it holds a mixture. Raises EngineError for tensors of other names, shapes or dtypes, CorruptBlob
+        or StoreError.
+        """
+        records = list({weights_key(record): record for record in records}.values())
+        own = {
+            blob.sha256: (blob, self.tensors[weights_key(record)])
+            for record in records
+            for blob in record.blobs
+            if blob.sha256 not in self.fixed
+        }
+        filled = stream_weights(
+            store, [blob for blob, _ in own.values()], device, into={digest: into for digest, (_, into) in own.items()}
+        )
+        for record in records:
+            names = {name for blob in record.blobs for name in {**filled, **self.fixed}[blob.sha256]}
+            if missing := sorted(self.tensors[weights_key(record)].keys() - names):
+                raise EngineError(f"The weights of {record.component} lack {missing[0]}.")

@@ -1,0 +1,243 @@
+"""More releases than slots for their weights: which of them are on the device, and when."""
+
+import random
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import copy
+
+import pytest
+import torch
+
+from model.engines.engine import EngineSet
+from model.errors import CorruptBlob, OutOfDeviceMemory, ReleaseNotLoaded
+from model.pipeline.loaded_model import LoadedModel
+from model.pipeline.runner import Runner
+from model.scheduling.job import Job
+from model.scheduling.scheduler import Scheduler
+from model.scheduling.weight_slots import Slot, WeightSlots
+from model.settings import Limits
+from model.weights.slot import WeightSlot
+from tests.support.linear_networks import Stub, linear_model
+from tests.support.scheduling import params, paused, results
+from tests.support.waiting import TIMEOUT_SECONDS, eventually
+
+KEY = ("unet", "fp32", "plain")
+
+
+class WeightedStub(Stub):
+    """A UNet with one weight, which shifts the noise."""
+
+    weight: torch.Tensor
+
+    def outputs(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        outputs = super().outputs(inputs)
+        return {name: tensor + self.weight for name, tensor in outputs.items()}
+
+
+def weighted_model(weight: float) -> LoadedModel:
+    model = linear_model()
+    stub = WeightedStub("unet", model.engines["unet"].signature)
+    stub.weight = torch.tensor(weight)
+    model.engines["unet"] = EngineSet([stub])
+    return model
+
+
+def weight_of(model: LoadedModel) -> torch.Tensor:
+    stub = model.engines["unet"].engines[0]
+    assert isinstance(stub, WeightedStub)
+    return stub.weight
+
+
+def slot_of(model: LoadedModel) -> Slot:
+    return Slot(copy(model), WeightSlot({KEY: {"weight": weight_of(model)}}, {}), None)
+
+
+class Loader:
+    """Implements `SlotLoader`. `room`: further slots that can be opened. `fails`: errors of loads, by release."""
+
+    def __init__(self, count: int, room: int) -> None:
+        self.models = [weighted_model(0.01 * (number + 1)) for number in range(count)]
+        self.runners = [Runner(self.models[0])]
+        self.runners += [Runner(self.models[0].sharing()) for _ in range(1, count)]
+        self.room = room
+        self.fails: dict[int, Exception] = {}
+        self.loads: list[tuple[str, int]] = []
+        self.begun: list[tuple[int, bool]] = []
+        self.may_end = threading.Event()
+        self.may_end.set()
+
+    def name(self, index: int) -> str:
+        return f"style/{index}"
+
+    def has_room(self) -> bool:
+        return self.room > 0
+
+    def open(self, index: int) -> Slot:
+        self._load("open", index)
+        self.room -= 1
+        return slot_of(weighted_model(0.01 * (index + 1)))
+
+    def fill(self, index: int, slot: Slot) -> None:
+        slot.weights.tensors[KEY]["weight"].fill_(torch.nan)  # whoever reads it meanwhile makes a broken image
+        self._load("fill", index)
+        slot.weights.tensors[KEY]["weight"].fill_(0.01 * (index + 1))
+
+    def begin(self, index: int, is_new: bool) -> None:
+        self.begun.append((index, is_new))
+
+    def _load(self, kind: str, index: int) -> None:
+        self.loads.append((kind, index))
+        assert self.may_end.wait(TIMEOUT_SECONDS)
+        if index in self.fails:
+            raise self.fails[index]
+
+
+@contextmanager
+def serving(loader: Loader, turn_seconds: float = 0.0, unasked: bool = False) -> Iterator[Scheduler]:
+    slots = WeightSlots(loader.runners, loader, slot_of(loader.models[0]), turn_seconds=turn_seconds)
+    scheduler = Scheduler(loader.runners, Limits(max_queue=1000), lambda: None, slots=slots)
+    if unasked:
+        scheduler.call(slots.open_unasked)
+    try:
+        yield scheduler
+    finally:
+        loader.may_end.set()
+        scheduler.close()
+
+
+def alone(index: int, seed: int) -> list[str]:
+    scheduler = Scheduler([Runner(weighted_model(0.01 * (index + 1)))], Limits(), lambda: None)
+    [result] = results(scheduler.submit(params(seed)))
+    scheduler.close()
+    return result.images
+
+
+@pytest.mark.parametrize("room", [0, 1, 2, 3])
+def test_images_are_those_of_their_own_release(room: int) -> None:
+    loader, generator = Loader(4, room), random.Random(room)
+    asked = [(generator.randrange(4), seed) for seed in range(30)]
+    expected = {index: [alone(index, seed) for seed in range(30)] for index in range(4)}
+    assert len({tuple(images[0]) for images in expected.values()}) == 4
+    with serving(loader) as scheduler:
+        jobs = [scheduler.submit(params(seed), model=index) for index, seed in asked]
+        found = results(*jobs)
+    for result, (index, seed) in zip(found, asked, strict=True):
+        assert result.images == expected[index][seed]
+    assert [kind for kind, _ in loader.loads].count("open") == room
+    assert all(is_new == (kind == "open") for (kind, _), (_, is_new) in zip(loader.loads, loader.begun, strict=True))
+
+
+def test_opens_slots_for_all_releases_that_fit_without_requests() -> None:
+    loader = Loader(4, room=2)
+    with serving(loader, unasked=True) as scheduler:
+        eventually(lambda: scheduler.resident == (0, 1, 2), "two new slots")
+        results(scheduler.submit(params(0), model=3))
+        assert loader.loads == [("open", 1), ("open", 2), ("fill", 3)]
+
+
+def test_fills_the_slot_that_was_used_the_longest_time_ago() -> None:
+    loader = Loader(4, room=2)
+    with serving(loader) as scheduler:
+        for index in (1, 2, 0, 1, 3):
+            results(scheduler.submit(params(index), model=index))
+        assert loader.loads[-1] == ("fill", 3)
+        assert set(scheduler.resident) == {0, 1, 3}
+
+
+def test_other_releases_go_on_during_a_load() -> None:
+    loader = Loader(3, room=1)
+    with serving(loader) as scheduler:
+        results(scheduler.submit(params(0), model=1))
+        loader.may_end.clear()
+        waiting = scheduler.submit(params(1), model=2)
+        eventually(lambda: loader.loads[-1] == ("fill", 2), "the load")
+        [left] = scheduler.resident
+        results(*(scheduler.submit(params(seed), model=left) for seed in range(5)))
+        assert not waiting.done
+        loader.may_end.set()
+        assert results(waiting)[0].images == alone(2, 1)
+
+
+def test_a_release_that_is_always_asked_for_leaves_after_its_turn() -> None:
+    loader = Loader(2, room=0)
+    with serving(loader, turn_seconds=0.3) as scheduler:
+        stop = threading.Event()
+        jobs: list[Job] = []
+
+        def ask() -> None:
+            while not stop.is_set():
+                jobs.append(scheduler.submit(params(len(jobs), num_inference_steps=3), model=0))
+                time.sleep(0.002)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        eventually(lambda: bool(jobs), "a request")
+        before = len(jobs)
+        [result] = results(scheduler.submit(params(1), model=1))
+        answered = len([job for job in jobs if job.done])
+        stop.set()
+        asking.join()
+        assert result.images == alone(1, 1) and answered > before, "requests of the turn are answered first"
+        assert all(len(one.images) == 1 for one in results(*jobs))
+
+
+def test_a_turn_is_not_cut_short() -> None:
+    loader = Loader(2, room=0)
+    with serving(loader, turn_seconds=60) as scheduler:
+        with paused(scheduler):
+            first = [scheduler.submit(params(seed), model=0) for seed in range(8)]
+            other = scheduler.submit(params(1), model=1)
+            later = [scheduler.submit(params(seed), model=0) for seed in range(8)]
+        results(*first, *later)
+        assert not other.done
+        assert results(other)[0].images == alone(1, 1)
+
+
+def test_a_failed_load_fails_its_own_requests_only() -> None:
+    loader = Loader(3, room=1)
+    loader.fails[2] = CorruptBlob("The blob is damaged.")
+    with serving(loader) as scheduler:
+        results(scheduler.submit(params(0), model=1))
+        with paused(scheduler):
+            failing = [scheduler.submit(params(seed), model=2) for seed in range(3)]
+            others = [scheduler.submit(params(seed), model=seed % 2) for seed in range(4)]
+        for job in failing:
+            with pytest.raises(ReleaseNotLoaded, match="style/2 cannot be loaded. The blob is damaged."):
+                job.result.result(TIMEOUT_SECONDS)
+        for seed, result in enumerate(results(*others)):
+            assert result.images == alone(seed % 2, seed)
+        del loader.fails[2]
+        assert results(scheduler.submit(params(5), model=2))[0].images == alone(2, 5)
+
+
+def test_takes_turns_in_the_slots_that_could_be_opened() -> None:
+    """The memory may be less than was estimated."""
+    loader = Loader(3, room=2)
+    loader.fails[1] = OutOfDeviceMemory("No memory.")
+    with serving(loader, unasked=True) as scheduler:
+        eventually(lambda: loader.loads == [("open", 1)], "the load")
+        del loader.fails[1]
+        assert results(scheduler.submit(params(5), model=1))[0].images == alone(1, 5)
+        assert loader.loads == [("open", 1), ("fill", 1)]
+
+
+def test_closing_answers_requests_that_wait_for_a_release() -> None:
+    loader = Loader(2, room=0)
+    with serving(loader) as scheduler:
+        loader.may_end.clear()
+        job = scheduler.submit(params(0), model=1)
+        eventually(lambda: loader.loads == [("fill", 1)], "the load")
+    with pytest.raises(Exception, match="This server has ended"):
+        job.result.result(TIMEOUT_SECONDS)
+
+
+def test_a_cancelled_request_starts_no_load_later() -> None:
+    loader = Loader(3, room=0)
+    with serving(loader) as scheduler:
+        with paused(scheduler):
+            job = scheduler.submit(params(0), model=1)
+            scheduler.cancel(job, CorruptBlob("The client has left."))
+        results(scheduler.submit(params(1), model=0))
+        assert not loader.loads
