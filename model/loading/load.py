@@ -327,9 +327,9 @@ def open_engine(
     else:
         package, constants = contents[record.blob.sha256], contents[record.constants.sha256]
         check_identity(record, package, _folders_with_other_code(record.component))
-        engine = AotInductorEngine(
-            record.component, package, record.signature, record.bucket, constants, weights, device, spec.bands
-        )
+        code = AotInductorEngine(record.component, package, record.signature, record.bucket, constants, device)
+        code.bind(weights)
+        engine = code
     return engine if spec.phase == "step" or device.type != "cuda" else GraphedEngine(engine)
 
 
