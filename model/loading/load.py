@@ -28,6 +28,7 @@ from model.engines.signatures import LORA_DOWN
 from model.engines.tensorrt.plans import Plans
 from model.engines.tensorrt.runtime_caches import RuntimeCacheFolder
 from model.loading.adapters import open_library, read_adapters
+from model.loading.kernels import KernelEngine, loading_kernels
 from model.loading.memory import check_memory
 from model.loading.runtimes import find_targets, runtime_cache_folder
 from model.loading.select import Selection, check_alike, select
@@ -101,10 +102,12 @@ def load_releases(
     targets: Sequence[Target],
     cold_start: ColdStart,
     caches: RuntimeCacheFolder | None = None,
+    early_kernels: bool | None = None,
 ) -> list[Loaded]:
     """Load a deployment's releases, each for the first of `targets` that it has engines for.
 
     `caches`: the folder of kernels that TensorRT-RTX compiles on this GPU; None: they are not kept.
+    `early_kernels`: if kernels are loaded while weights are streamed; None: on a GPU.
 
     Raises ReleaseNotFound, ManifestError, UntrustedRelease, MissingComponent, NoEngineForTarget, OutOfDeviceMemory,
     ConfigError for releases that cannot share a server, AdapterNotFound, AdapterError, StoreError, CorruptBlob or
@@ -122,12 +125,15 @@ def load_releases(
         shares_weights = not deployment.adapters.names
         selections = [one.selection for one in resolved]
         check_memory(device, selections, ranks=deployment.ranks, shares_weights=shares_weights)
+    if early_kernels is None:
+        early_kernels = device.type == "cuda"
     shared: dict[str, Tensors] = {}
     loaded = []
     for number, one in enumerate(resolved, 1):
         to_come = sum(blob.bytes for later in selections[number:] for blob in later.weight_blobs())
         one = replace(one, bytes_to_come=to_come)
-        loaded.append(_load(store, one, device, cold_start, caches, shared if shares_weights else {}))
+        tensors = shared if shares_weights else {}
+        loaded.append(_load(store, one, device, cold_start, caches, tensors, early_kernels))
     return loaded
 
 
@@ -137,9 +143,10 @@ def load_release(
     targets: Sequence[Target],
     cold_start: ColdStart,
     caches: RuntimeCacheFolder | None = None,
+    early_kernels: bool | None = None,
 ) -> Loaded:
     """Load the only release of a deployment. See `load_releases`."""
-    [loaded] = load_releases(store, deployment, targets, cold_start, caches)
+    [loaded] = load_releases(store, deployment, targets, cold_start, caches, early_kernels)
     return loaded
 
 
@@ -168,8 +175,9 @@ def _load(
     cold_start: ColdStart,
     caches: RuntimeCacheFolder | None,
     shared: dict[str, Tensors],
+    early_kernels: bool,
 ) -> Loaded:
-    """Load one release. `shared`: see `WeightsCache`."""
+    """Load one release. `shared`: see `WeightsCache`. `early_kernels`: see `load_releases`."""
     deployment, selection, served = resolved.deployment, resolved.selection, resolved.served
     manifest, unquantized = selection.manifest, selection.unquantized
     [release] = deployment.releases
@@ -181,19 +189,28 @@ def _load(
             store.fetch(_blobs_before_engines(selection))
         with cold_start.phase("verify"):
             contents = _read_blobs(store, selection)
-        with cold_start.phase("tokenizers"):
-            tokenizers: dict[str, ClipTokenizer] = {
-                name: open_tokenizer(contents[record.blob.sha256], record)
-                for name, record in manifest.tokenizers.items()
+        with cold_start.phase("engines"):
+            opened = {
+                name: [_open_code(contents, record, device) for record in records]
+                for name, records in selection.engines.items()
             }
-        with cold_start.phase("weights"):
-            tensors = {
-                name: [
-                    {} if engine.holds_weights else _in_layout(cache.load(record), record)
-                    for engine, record in zip(selection.engines[name], records, strict=True)
-                ]
-                for name, records in selection.weights.items()
-            }
+        codes: list[KernelEngine] = []
+        if early_kernels:
+            codes = [code for of_name in opened.values() for code in of_name if code is not None and code.loads_kernels]
+        with loading_kernels(codes, device, cold_start):
+            with cold_start.phase("tokenizers"):
+                tokenizers: dict[str, ClipTokenizer] = {
+                    name: open_tokenizer(contents[record.blob.sha256], record)
+                    for name, record in manifest.tokenizers.items()
+                }
+            with cold_start.phase("weights"):
+                tensors = {
+                    name: [
+                        {} if engine.holds_weights else _in_layout(cache.load(record), record)
+                        for engine, record in zip(selection.engines[name], records, strict=True)
+                    ]
+                    for name, records in selection.weights.items()
+                }
         library: AdapterLibrary | None = None
         if resolved.adapters:
             with cold_start.phase("adapters"):
@@ -212,19 +229,19 @@ def _load(
                 served = replace(served, unet_blocks=unet_blocks(library.layers))
         with cold_start.phase("engines"):
             plans = Plans(store, device, caches)
-            opened: list[Engine] = []
+            served_engines: list[Engine] = []
             fp16: list[Engine] = []
             quantized = set[str]()
             for name, records in selection.engines.items():
-                for record, weights in zip(records, tensors[name], strict=True):
-                    engine = open_engine(contents, record, weights, device, plans)
+                for record, code, weights in zip(records, opened[name], tensors[name], strict=True):
+                    engine = _bind(record, code, weights, device, plans)
                     if record.precision != records[0].precision:
                         fp16.append(engine)
                         continue
-                    opened.append(engine)
+                    served_engines.append(engine)
                     if record.precision.is_quantized:
                         quantized.add(record.component)
-            engines, fp16_engines = engine_sets(opened), engine_sets(fp16)
+            engines, fp16_engines = engine_sets(served_engines), engine_sets(fp16)
             engines |= {name: engines[owner] for name, owner in selection.shared.items()}
             check_token_ids(selection, tokenizers, contents)
     model = LoadedModel(
@@ -308,26 +325,35 @@ def _blobs_before_engines(selection: Selection) -> list[Blob]:
     return [blob for blob in selection.blobs(weights=False) if blob.sha256 not in plans]
 
 
-def open_engine(
-    contents: Mapping[str, bytes],
+def _open_code(contents: Mapping[str, bytes], record: EngineRecord, device: torch.device) -> AotInductorEngine | None:
+    """Open the package of a record from verified `contents`, by digest. None for a plan, which opens with its weights.
+
+    Raises EngineError.
+    """
+    if record.tensorrt is not None:
+        return None
+    package, constants = contents[record.blob.sha256], contents[record.constants.sha256]
+    check_identity(record, package, _folders_with_other_code(record.component))
+    return AotInductorEngine(record.component, package, record.signature, record.bucket, constants, device)
+
+
+def _bind(
     record: EngineRecord,
+    code: AotInductorEngine | None,
     weights: Mapping[str, torch.Tensor],
     device: torch.device,
     plans: Plans,
 ) -> Engine:
-    """Open the engine of a record on verified `contents`, by digest, and on its weights. Raises EngineError.
+    """Return the engine of a record on its weights. `code`: see `_open_code`. Raises EngineError.
 
     On a GPU, engines outside the denoising loops are replayed as CUDA graphs. Loops capture the graphs
     of a step, with its engines inside.
     """
     spec = find_component(record.component)
     engine: Engine
-    if record.tensorrt is not None:
+    if code is None:
         engine = plans.open(record, weights, spec.stream)
     else:
-        package, constants = contents[record.blob.sha256], contents[record.constants.sha256]
-        check_identity(record, package, _folders_with_other_code(record.component))
-        code = AotInductorEngine(record.component, package, record.signature, record.bucket, constants, device)
         code.bind(weights)
         engine = code
     return engine if spec.phase == "step" or device.type != "cuda" else GraphedEngine(engine)

@@ -1,6 +1,7 @@
 """Servers of several releases: in one process, with workers, from a bucket and behind a gateway."""
 
 import itertools
+import logging
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -95,6 +96,15 @@ def test_images_are_those_of_each_release(store: WritableStore, alone: dict[str,
     for one, manifest in zip(loaded[1:], others, strict=True):  # the other networks are loaded once
         own = sum(blob.bytes for record in manifest.weights for blob in record.blobs if blob.sha256 not in known)
         assert one.weight_bytes == pytest.approx(own, rel=0.1) and one.weight_bytes < loaded[0].weight_bytes
+
+
+def test_images_are_the_same_with_early_kernels(
+    store: WritableStore, alone: dict[str, Pixels], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "preheat")
+    loaded = load_releases(store, Deployment(PATTERNS), detect_targets(), ColdStart(), early_kernels=True)
+    assert all(np.array_equal(image(one), alone[one.release]) for one in loaded)
+    assert "were not loaded" not in caplog.text
 
 
 def test_adapters_of_one_release_change_no_other(store: WritableStore, alone: dict[str, Pixels]) -> None:
