@@ -1,7 +1,7 @@
 """Load the GPU's math libraries on a thread, while weights are streamed.
 
 The first matrix product of a process loads cuBLAS, the first convolution and the first attention load cuDNN's
-libraries. The first run of an engine would otherwise do this, while it holds the interpreter lock.
+libraries. The first runs of engines would otherwise do this. The thread starts before engines are fetched.
 """
 
 import logging

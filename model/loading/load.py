@@ -7,7 +7,7 @@ cause and the command that fixes it.
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import torch
@@ -28,6 +28,7 @@ from model.engines.signatures import LORA_DOWN
 from model.engines.tensorrt.plans import Plans
 from model.engines.tensorrt.runtime_caches import RuntimeCacheFolder
 from model.loading.adapters import open_library, read_adapters
+from model.loading.kernels import KernelEngine, loading_kernels
 from model.loading.select import Selection, select
 from model.loading.served import ServedModel, ServedRelease, served_model
 from model.loading.target import Target
@@ -48,6 +49,9 @@ from model.weights.layout import from_stored
 from model.weights.slot import WeightSlot, weights_key
 from model.weights.stream import Tensors
 
+EARLY_KERNELS = frozenset({"cuda"})
+"""The devices whose kernels are loaded while weights are streamed. On a CPU a package has none."""
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -62,7 +66,7 @@ class Loaded:
     target: str
     runtime: str
     weight_bytes: int
-    slot: WeightSlot
+    slot: WeightSlot = field(default_factory=lambda: WeightSlot({}, {}))
     plans: Plans | None = None
     precision: Precision = FP16
 
@@ -161,16 +165,25 @@ def load(
             store.fetch(_blobs_before_engines(selection))
         with cold_start.phase("verify"):
             contents = read_blobs(store, _blobs_before_engines(selection), selection)
-        with cold_start.phase("tokenizers"):
-            tokenizers = open_tokenizers(selection, contents)
-        with cold_start.phase("weights"):
-            tensors = {
-                name: [
-                    {} if engine.holds_weights else _in_layout(cache.load(record), record)
-                    for engine, record in zip(selection.engines[name], records, strict=True)
-                ]
-                for name, records in selection.weights.items()
+        with cold_start.phase("engines"):
+            opened = {
+                name: [_open_code(contents, record, device) for record in records]
+                for name, records in selection.engines.items()
             }
+        codes: list[KernelEngine] = []
+        if device.type in EARLY_KERNELS:
+            codes = [code for of_name in opened.values() for code in of_name if code is not None and code.loads_kernels]
+        with loading_kernels(codes, device, cold_start):
+            with cold_start.phase("tokenizers"):
+                tokenizers = open_tokenizers(selection, contents)
+            with cold_start.phase("weights"):
+                tensors = {
+                    name: [
+                        {} if engine.holds_weights else _in_layout(cache.load(record), record)
+                        for engine, record in zip(selection.engines[name], records, strict=True)
+                    ]
+                    for name, records in selection.weights.items()
+                }
         library: AdapterLibrary | None = None
         if resolved.adapters:
             with cold_start.phase("adapters"):
@@ -188,19 +201,19 @@ def load(
                 served = replace(served, unet_blocks=unet_blocks(library.layers))
         with cold_start.phase("engines"):
             plans = Plans(store, device, caches)
-            opened: list[Engine] = []
+            served_engines: list[Engine] = []
             fp16: list[Engine] = []
             quantized = set[str]()
             for name, records in selection.engines.items():
-                for record, weights in zip(records, tensors[name], strict=True):
-                    engine = open_engine(contents, record, weights, device, plans)
+                for record, code, weights in zip(records, opened[name], tensors[name], strict=True):
+                    engine = _bind(record, code, weights, device, plans)
                     if record.precision != records[0].precision:
                         fp16.append(engine)
                         continue
-                    opened.append(engine)
+                    served_engines.append(engine)
                     if record.precision.is_quantized:
                         quantized.add(record.component)
-            engines, fp16_engines = engine_sets(opened), engine_sets(fp16)
+            engines, fp16_engines = engine_sets(served_engines), engine_sets(fp16)
             engines |= {name: engines[owner] for name, owner in selection.shared.items()}
             check_token_ids(selection, tokenizers, contents)
     model = LoadedModel(
@@ -282,28 +295,37 @@ def _blobs_before_engines(selection: Selection) -> list[Blob]:
     return [blob for blob in selection.blobs(weights=False) if blob.sha256 not in plans]
 
 
-def open_engine(
-    contents: Mapping[str, bytes],
+def _open_code(contents: Mapping[str, bytes], record: EngineRecord, device: torch.device) -> AotInductorEngine | None:
+    """Open the package of a record from verified `contents`, by digest. None for a plan, which opens with its weights.
+
+    Raises EngineError.
+    """
+    if record.tensorrt is not None:
+        return None
+    package, constants = contents[record.blob.sha256], contents[record.constants.sha256]
+    check_identity(record, package, _folders_with_other_code(record.component))
+    return AotInductorEngine(record.component, package, record.signature, record.bucket, constants, device)
+
+
+def _bind(
     record: EngineRecord,
+    code: AotInductorEngine | None,
     weights: Mapping[str, torch.Tensor],
     device: torch.device,
     plans: Plans,
 ) -> Engine:
-    """Open the engine of a record on verified `contents`, by digest, and on its weights. Raises EngineError.
+    """Return the engine of a record on its weights. `code`: see `_open_code`. Raises EngineError.
 
     On a GPU, engines outside the denoising loops are replayed as CUDA graphs. Loops capture the graphs
     of a step, with its engines inside.
     """
     spec = find_component(record.component)
     engine: Engine
-    if record.tensorrt is not None:
+    if code is None:
         engine = plans.open(record, weights, spec.stream)
     else:
-        package, constants = contents[record.blob.sha256], contents[record.constants.sha256]
-        check_identity(record, package, _folders_with_other_code(record.component))
-        engine = AotInductorEngine(
-            record.component, package, record.signature, record.bucket, constants, weights, device, spec.bands
-        )
+        code.bind(weights)
+        engine = code
     return engine if spec.phase == "step" or device.type != "cuda" else GraphedEngine(engine)
 
 

@@ -24,7 +24,7 @@ from engine_builder.networks.network import Network
 from engine_builder.releases.publish import publish
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.engines.aot_inductor import compiled_engine as engine_module
-from model.engines.aot_inductor.cpu_container import Container
+from model.engines.aot_inductor.container import Container
 from model.engines.aot_inductor.package import Identity
 from model.loading.target import Target
 from model.store.manifest import Bucket
@@ -36,14 +36,14 @@ _modules: list[tuple[nn.Module, int]] = []  # with the number of inputs
 class _AnyCode(Container):
     """Opens a package of either kind, in the place of `Container`."""
 
-    def __new__(cls, package: bytes) -> Container:
+    def __new__(cls, package: bytes, device: torch.device) -> Container:
         return object.__new__(UncompiledCode if _ENTRY.encode() in package else cls)
 
 
 class UncompiledCode(_AnyCode):
     """Runs a module with the weights that it is given."""
 
-    def __init__(self, package: bytes) -> None:
+    def __init__(self, package: bytes, device: torch.device) -> None:
         with zipfile.ZipFile(io.BytesIO(package)) as archive:
             [name] = [name for name in archive.namelist() if name.endswith(_ENTRY)]
             self._module, self._inputs = _modules[int(archive.read(name))]

@@ -57,18 +57,11 @@ class _PlannedEngine:
         device = torch.device(self.device)
         network = self.network
         engines = [
-            AotInductorEngine(
-                self.component,
-                package,
-                network.signature,
-                self.bucket,
-                constants,
-                network.tensors(),
-                device,
-                network.bands,
-            )
+            AotInductorEngine(self.component, package, network.signature, self.bucket, constants, device)
             for _ in range(network.bands)
         ]
+        for engine in engines:
+            engine.bind(network.tensors())
         return engines[0] if len(engines) == 1 else BandEngine(engines)
 
     def open_stored(self, built: BuiltEngine, store: WritableStore) -> Engine:

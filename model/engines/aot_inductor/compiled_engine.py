@@ -1,4 +1,4 @@
-"""Engines compiled by AOTInductor (`.pt2`): opened by torch's C++ loader, or by `cpu_container` on a CPU.
+"""Engines compiled by AOTInductor (`.pt2`): opened through `container`, or by torch's C++ loader.
 
 The public Python loader is not used. It compiles and runs probe programs to identify this machine's CPU, which takes
 up to a minute, and its wrapper takes seconds to import. The target was checked before an engine is opened.
@@ -10,16 +10,16 @@ from pathlib import Path
 
 import torch
 
-from model.engines.aot_inductor.cpu_container import Container
-from model.engines.aot_inductor.package import check_package
-from model.engines.constants import map_constants
+from model.engines.aot_inductor.container import Container
+from model.engines.aot_inductor.package import calls_operators, check_package
+from model.engines.constants import map_constants, read_constants
 from model.engines.shapes import bind_outputs, bind_shapes
 from model.errors import EngineError
-from model.store.manifest import Bucket, Signature
+from model.store.manifest import Bucket, Constant, Signature
 
 
 class AotInductorEngine:
-    """One `.pt2` package without weights. `weights` are aliased, never copied, and must outlive the engine."""
+    """One `.pt2` package without weights. It is opened, then bound to weights, then it runs."""
 
     def __init__(
         self,
@@ -28,13 +28,12 @@ class AotInductorEngine:
         signature: Signature,
         bucket: Bucket,
         constants: bytes,
-        weights: Mapping[str, torch.Tensor],
         device: torch.device,
-        bands: int = 1,
     ) -> None:
-        """`package` and `constants`: the contents of the engine record's blobs. `bands`: the ranks that run the engine
-        together (`model.engines.row_exchange`). On a CPU such an engine holds Python's interpreter lock between its
-        exchanges, because only torch's loader calls operators of other modules.
+        """Open a package. `package` and `constants`: the contents of the engine record's blobs.
+
+        Only torch's loader calls operators of other modules (`model.engines.row_exchange`). It holds Python's
+        interpreter lock, on a CPU between these operators.
 
         The verified bytes themselves are opened, because another process could replace a file after it was verified.
         Raises EngineError if anything does not match.
@@ -42,48 +41,68 @@ class AotInductorEngine:
         self.component = component
         self.signature = signature
         self.bucket = bucket
-        self._device = device.type
-        self._bands = bands
-        if bands > 1:
-            import model.engines.row_exchange  # noqa: F401  # registers the operators of the code
-        mapped = _map_constants(component, constants, weights, device)
+        self.constants: Mapping[str, Constant] = read_constants(component, constants)
+        self._device = device
+        self._weights: dict[str, torch.Tensor] | None = None
         check_package(component, package)
         try:
-            code = Container(package) if device.type == "cpu" and bands == 1 else _Loader(package, device)
-            if code.constants != set(mapped):
-                raise EngineError(f"The {component} engine and its constant map disagree.")
-            if isinstance(code, Container) and code.input_count != len(signature.inputs):
-                raise EngineError(
-                    f"The {component} engine and its manifest entry disagree on the number of inputs: "
-                    f"{code.input_count} and {len(signature.inputs)}."
-                )
-            # A call before constants are loaded, or with some missing, would be a segmentation fault.
-            code.load_constants(mapped)
+            self._code = _Loader(package, device) if calls_operators(package) else Container(package, device)
         except (RuntimeError, OSError) as error:
+            raise _unusable(component, error) from error
+        if self._code.constants != self.constants.keys():
+            raise EngineError(f"The {component} engine and its constant map disagree.")
+        if isinstance(self._code, Container) and self._code.input_count != len(signature.inputs):
             raise EngineError(
-                f"The {component} engine cannot be opened ({_first_line(error)}).",
-                "Free space in the folder for temporary files, where the engine is unpacked, or build it again "
-                "(`preheat build`).",
-            ) from error
-        self._code: _Loader | Container = code
+                f"The {component} engine and its manifest entry disagree on the number of inputs: "
+                f"{self._code.input_count} and {len(signature.inputs)}."
+            )
+
+    @property
+    def loads_kernels(self) -> bool:
+        """True if `load_kernels` can be called."""
+        return isinstance(self._code, Container)
+
+    def load_kernels(self, weights: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> None:
+        """Run once, which loads the kernels. The engine is not bound afterwards. Raises what `bind` and `run` raise."""
+        self.bind(weights)
+        try:
+            self.run(inputs)
+        finally:
+            self._weights = None
+
+    def bind(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Alias `weights`. They are never copied, and the engine keeps them. Raises EngineError if they do not fit."""
+        mapped = map_constants(self.component, self.constants, weights)
+        for name, tensor in mapped.items():
+            dense = tensor.is_contiguous() or (
+                tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+            )
+            if tensor.device.type != self._device.type or not dense:
+                raise EngineError(f"{self.component}: {name} must be contiguous and on {self._device.type}.")
+        try:
+            self._code.load_constants(mapped)
+        except RuntimeError as error:
+            raise _unusable(self.component, error) from error
         self._weights = mapped
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Run named tensors on the current stream. Raises EngineError, and RuntimeError if the code fails on a GPU."""
+        assert self._weights is not None, "an engine that is not bound would end the process"
         sizes = bind_shapes(self.signature, inputs, self.component)
         batch, height, width = sizes["rows"], sizes.get("height", 0), sizes.get("width", 0)
         if not self.bucket.holds(batch, height, width):
             raise EngineError(f"The {self.component} engine has no bucket for batch {batch} at {width}x{height}.", "")
         for name, tensor in inputs.items():
-            if tensor.device.type != self._device:
+            if tensor.device.type != self._device.type:
                 raise EngineError(
-                    f"{self.component}: input {name} is on {tensor.device}, its engine on {self._device}.", ""
+                    f"{self.component}: input {name} is on {tensor.device}, its engine on {self._device.type}.", ""
                 )
         # Kernels were compiled for contiguous inputs and ignore strides.
         ordered = [inputs[spec.name].contiguous() for spec in self.signature.inputs]
         try:
             outputs = self._code.run(ordered)
         except RuntimeError as error:
-            if self._device != "cpu" or self._bands > 1:
+            if self._device.type != "cpu" or isinstance(self._code, _Loader):
                 raise  # the cause may be a lack of memory or the end of a rank, which callers recognize
             raise EngineError(
                 f"The {self.component} engine failed ({_first_line(error)}). Its code may belong to another component."
@@ -92,9 +111,11 @@ class AotInductorEngine:
 
 
 class _Loader:
-    """torch's own loader, with the interface of `Container`."""
+    """torch's own loader, with the interface of `Container`. Constants are loaded once."""
 
     def __init__(self, package: bytes, device: torch.device) -> None:
+        import model.engines.row_exchange  # noqa: F401  # registers the operators of the code
+
         index = -1 if device.type == "cpu" else device.index or 0
         with tempfile.TemporaryDirectory(prefix="preheat-engine-") as folder:
             path = Path(folder) / "engine.pt2"
@@ -111,16 +132,12 @@ class _Loader:
         return outputs
 
 
-def _map_constants(
-    component: str, constants: bytes, weights: Mapping[str, torch.Tensor], device: torch.device
-) -> dict[str, torch.Tensor]:
-    """Return the tensors by their names in the compiled code, with names, shapes, dtypes and strides checked."""
-    mapped = map_constants(component, constants, weights)
-    for name, tensor in mapped.items():
-        dense = tensor.is_contiguous() or (tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
-        if tensor.device.type != device.type or not dense:
-            raise EngineError(f"{component}: {name} must be contiguous and on {device.type}.")
-    return mapped
+def _unusable(component: str, error: RuntimeError | OSError) -> EngineError:
+    return EngineError(
+        f"The {component} engine cannot be opened ({_first_line(error)}).",
+        "Free space in the folder for temporary files, where the engine is unpacked, or build it again "
+        "(`preheat build`).",
+    )
 
 
 def _first_line(error: RuntimeError | OSError) -> str:

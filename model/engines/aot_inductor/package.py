@@ -54,6 +54,13 @@ def check_package(component: str, package: bytes) -> None:
         raise EngineError(f"The {component} engine cannot be opened ({problem}).")
 
 
+def calls_operators(package: bytes) -> bool:
+    """True if the code calls operators of other modules: a JSON file with the name of its library lists them."""
+    with zipfile.ZipFile(io.BytesIO(package)) as archive:
+        names = set(archive.namelist())
+    return any(name.endswith(".so") and f"{name.removesuffix('.so')}.json" in names for name in names)
+
+
 def check_identity(record: EngineRecord, package: bytes, others: Collection[str]) -> None:
     """Refuse a package that was compiled for another component, key, bucket or signature than its record states.
 

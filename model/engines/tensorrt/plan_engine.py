@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from model.engines.constants import map_constants
+from model.engines.constants import map_constants, read_constants
 from model.engines.shapes import DTYPES, bind_shapes, shape_at
 from model.engines.tensorrt.execution import ALIGNMENT_BYTES, Execution, Plan, PlanError, RuntimeCache
 from model.engines.tensorrt.libraries import Library, import_library, require
@@ -180,7 +180,7 @@ def named_tensors(
     of the literals. Raises PlanError.
     """
     try:
-        named = map_constants(component, constants, weights)
+        named = map_constants(component, read_constants(component, constants), weights)
     except EngineError as error:
         raise PlanError(error.args[0]) from error
     if duplicates := named.keys() & literals.keys():

@@ -9,7 +9,7 @@ import torch
 
 from engine_builder.building.eager_engine import EagerEngine
 from model.engines.aot_inductor.compiled_engine import AotInductorEngine
-from model.engines.aot_inductor.cpu_container import Container
+from model.engines.aot_inductor.container import Container
 from model.engines.engine import EngineSet
 from model.errors import EngineError
 from model.store.manifest import Bucket, Signature, Span, TensorSpec
@@ -33,10 +33,12 @@ def open_engine(
     signature: Signature = TOY_SIGNATURE,
     device: torch.device = CPU,
 ) -> AotInductorEngine:
-    """Open an engine as the UNet. `constant_map`: JSON that maps the engine's constants to weights."""
+    """Open an engine as the UNet, and bind it. `constant_map`: JSON that maps the engine's constants to weights."""
     weights = releases.toy_tensors(0) if weights is None else weights
     constant_map = releases.toy_constants() if constant_map is None else constant_map
-    return AotInductorEngine("unet", engine_bytes, signature, TOY_BUCKET, constant_map, weights, device)
+    engine = AotInductorEngine("unet", engine_bytes, signature, TOY_BUCKET, constant_map, device)
+    engine.bind(weights)
+    return engine
 
 
 def latents(batch: int = 2, height: int = 64, width: int = 96, seed: int = 0) -> torch.Tensor:
@@ -56,6 +58,26 @@ def test_engine_computes_with_the_weights_it_is_given(engine_bytes: bytes) -> No
             torch.testing.assert_close(before, Toy(seed)(x)[0])
         weights["b.bias"].add_(1.0)
         torch.testing.assert_close(engine.run({"x": x})["y"], before + 1.0)
+
+
+def test_engine_is_not_bound_after_its_kernels_are_loaded(engine_bytes: bytes) -> None:
+    """The weights that it ran with are freed then. A run would end the process."""
+    engine = open_engine(engine_bytes)
+    engine.load_kernels(releases.toy_tensors(1), {"x": latents()})
+    with pytest.raises(AssertionError):
+        engine.run({"x": latents()})
+    engine.bind(releases.toy_tensors(2))
+    torch.testing.assert_close(engine.run({"x": latents()})["y"], Toy(2)(latents())[0])
+
+
+def test_engine_takes_other_weights_after_a_run(engine_bytes: bytes) -> None:
+    """It then computes as if it had been bound to these weights first."""
+    x, weights = latents(), releases.toy_tensors(0)
+    expected = open_engine(engine_bytes, weights).run({"x": x})["y"]
+    engine = open_engine(engine_bytes, {name: torch.zeros_like(tensor) for name, tensor in weights.items()})
+    assert not engine.run({"x": x})["y"].count_nonzero()
+    engine.bind(weights)
+    assert torch.equal(engine.run({"x": x})["y"], expected)
 
 
 INPUTS_OUTSIDE_THE_BUCKET = [

@@ -1,6 +1,7 @@
 """Servers of several releases: in one process, with workers, from a bucket and behind a gateway."""
 
 import itertools
+import logging
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -114,7 +115,7 @@ def test_any_release_fills_a_slot(
     releases = resolved(store, adapters=ServedAdapters(adapters))
     loaded = [releases.open(0), *map(releases.without_weights, (1, 2))]
     slot = slot_of(loaded[0])
-    monkeypatch.setattr("model.loading.load.open_engine", lambda *_: pytest.fail("an engine is opened"))
+    monkeypatch.setattr("model.loading.load._open_code", lambda *_: pytest.fail("an engine is opened"))
     adapted: dict[str, Pixels] = {}
     for index in (1, 2, 0, 1):
         one = loaded[index]
@@ -151,6 +152,16 @@ def test_refuses_weights_that_do_not_fit_a_slot(store: WritableStore) -> None:
     with pytest.raises(EngineError, match="the device has no such tensor"):
         tensors = {**slot.weights.tensors, unet: without}
         releases.fill(1, replace(slot, weights=replace(slot.weights, tensors=tensors)))
+
+
+def test_images_are_the_same_with_early_kernels(
+    store: WritableStore, alone: dict[str, Pixels], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.DEBUG, "preheat")
+    monkeypatch.setattr("model.loading.load.EARLY_KERNELS", {"cpu"})
+    loaded = load(store)
+    assert all(np.array_equal(image(one), alone[one.release]) for one in loaded)
+    assert "were not loaded" not in caplog.text
 
 
 def test_adapters_of_one_release_change_no_other(store: WritableStore, alone: dict[str, Pixels]) -> None:

@@ -233,9 +233,8 @@ def test_compiled_engines_pass_nan_and_infinity_on(
     for blob in weights_record.blobs:
         weights |= load_file(store.get(blob.sha256, blob.bytes))
     weights[tensor][0] = poison
-    engine = AotInductorEngine(
-        component, package, record.signature, record.bucket, constants, weights, loaded.model.device
-    )
+    engine = AotInductorEngine(component, package, record.signature, record.bucket, constants, loaded.model.device)
+    engine.bind(weights)
     model = replace(loaded.model, engines=loaded.model.engines | {component: EngineSet([engine])}, loops={})
     with pytest.raises(BrokenImage):
         generate(model, [replace(PLAIN, prompt="a circle")])

@@ -60,15 +60,10 @@ def open_engine(
 ) -> AotInductorEngine:
     record, package, constants = read_engine(published, network.component)
     tensors = network.tensors() if weights is None else weights
-    return AotInductorEngine(
-        network.component,
-        package.read_bytes(),
-        record.signature,
-        record.bucket,
-        constants,
-        tensors,
-        torch.device("cpu"),
-    )
+    cpu = torch.device("cpu")
+    engine = AotInductorEngine(network.component, package.read_bytes(), record.signature, record.bucket, constants, cpu)
+    engine.bind(tensors)
+    return engine
 
 
 @pytest.mark.parametrize("component", BASE_COMPONENTS)

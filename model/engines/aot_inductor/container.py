@@ -1,17 +1,19 @@
-"""Call an AOTInductor package on a CPU through its C interface (torch/csrc/inductor/aoti_runtime/interface.h).
+"""Call an AOTInductor package through its C interface (torch/csrc/inductor/aoti_runtime/interface.h).
 
-torch's own loader holds Python's interpreter lock during a run. On a GPU a run only queues kernels. On a CPU it is the
-whole computation, and no other thread could answer a health check meanwhile. ctypes releases the lock.
+torch's own loader holds Python's interpreter lock during a run. On a CPU a run is the whole computation, and no other
+thread could answer a health check meanwhile. On a GPU the first run loads the kernels, and no other thread could load
+weights or the kernels of other packages meanwhile. ctypes releases the lock.
 """
 
 import ctypes
 import io
+import shutil
 import struct
 import tempfile
 import weakref
 import zipfile
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -29,26 +31,32 @@ class _Constant(ctypes.Structure):
 class Container:
     """The compiled code of one package. Not thread-safe. Raises RuntimeError, like torch's loader."""
 
-    def __init__(self, package: bytes) -> None:
+    def __init__(self, package: bytes, device: torch.device) -> None:
+        """Open a package that was compiled for `device`."""
+        folder = Path(tempfile.mkdtemp(prefix="preheat-engine-"))
+        # The first run reads kernels of a GPU from the folder, so it stays as long as the container.
+        delete = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         try:
-            temporary = tempfile.TemporaryDirectory(prefix="preheat-engine-")
-            with zipfile.ZipFile(io.BytesIO(package)) as archive, temporary as folder:
-                if (damaged := archive.testzip()) is not None:
-                    raise RuntimeError(f"its entry {damaged} is damaged")
-                [name] = [name for name in archive.namelist() if name.endswith(".so")]
-                library = archive.read(name)
-                _check_library(library)
-                path = Path(folder) / "engine.so"
-                path.write_bytes(library)
-                self._library = ctypes.CDLL(str(path))  # stays mapped after its file is deleted
+            self._library = ctypes.CDLL(str(_unpack(package, folder)))
         except (OSError, ValueError, zipfile.BadZipFile) as error:
+            delete()
             raise RuntimeError(str(error)) from error
+        if device.type == "cpu":
+            delete()  # the library stays mapped
+        self._device = device
         handle = ctypes.c_void_p()
-        self._call("CreateWithDevice", ctypes.byref(handle), ctypes.c_size_t(1), b"cpu", None)
+        self._call(
+            "CreateWithDevice",
+            ctypes.byref(handle),
+            ctypes.c_size_t(1),
+            b"cpu" if device.type == "cpu" else f"cuda:{device.index or 0}".encode(),
+            str(folder).encode(),
+        )
         self._handle = handle
         self._names = self._constant_names()
         self._references: list[int] = []  # to the constants
-        self._close = weakref.finalize(self, _close, self._library, handle, self._references)
+        # Not at exit, when a thread may still run the code.
+        weakref.finalize(self, _close, self._library, handle, self._references).atexit = False
 
     @property
     def constants(self) -> set[str]:
@@ -56,7 +64,11 @@ class Container:
         return set(self._names)
 
     def load_constants(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Alias `tensors`, one for each of `constants`. Call it before `run`, which would crash otherwise."""
+        """Alias `tensors`, one for each of `constants`, in place of earlier ones.
+
+        Call it before `run`, which would crash otherwise.
+        """
+        earlier = list(self._references)
         pointers = _pointers([tensors[name] for name in self._names])
         self._references += pointers
         pairs = zip(self._names.values(), pointers, strict=True)
@@ -69,9 +81,15 @@ class Container:
             ctypes.c_bool(False),
             ctypes.c_bool(True),
         )
+        del self._references[: len(earlier)]
+        _tensors(earlier)  # frees them
 
     def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Run contiguous tensors in the order of the signature, and return the outputs. Nothing is checked here."""
+        """Run contiguous tensors in the order of the signature, and return the outputs. Nothing is checked here.
+
+        On a GPU the work is queued on the current stream.
+        """
+        stream = torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else None
         pointers = (ctypes.c_void_p * len(inputs))(*_pointers(inputs))  # freed by the callee
         outputs = (ctypes.c_void_p * self._count("Outputs"))()
         self._call(
@@ -81,8 +99,8 @@ class Container:
             ctypes.c_size_t(len(pointers)),
             outputs,
             ctypes.c_size_t(len(outputs)),
-            None,
-            None,
+            ctypes.c_void_p(stream),
+            None,  # no operators of other modules
         )
         return _tensors(list(outputs))
 
@@ -114,6 +132,24 @@ class Container:
             raise RuntimeError(f"its library has no AOTInductorModelContainer{function}") from error
         if call(*arguments):
             raise RuntimeError(f"AOTInductorModelContainer{function} failed; standard error has the reason")
+
+
+def _unpack(package: bytes, folder: Path) -> Path:
+    """Write the library of a package and the files beside it, such as kernels, to `folder`. Returns the library's path.
+
+    Raises RuntimeError, ValueError or BadZipFile for a damaged package.
+    """
+    with zipfile.ZipFile(io.BytesIO(package)) as archive:
+        if (damaged := archive.testzip()) is not None:
+            raise RuntimeError(f"its entry {damaged} is damaged")
+        [library] = [entry for entry in archive.infolist() if entry.filename.endswith(".so")]
+        _check_library(archive.read(library))
+        beside = PurePosixPath(library.filename).parent
+        for entry in archive.infolist():
+            path = PurePosixPath(entry.filename)
+            if path.parent == beside and not entry.is_dir():
+                (folder / path.name).write_bytes(archive.read(entry))
+    return folder / PurePosixPath(library.filename).name
 
 
 def _check_library(data: bytes) -> None:
