@@ -28,7 +28,7 @@ from preheat.local_server.client import generate
 from preheat.local_server.demo import cold_start_phases
 from preheat.local_server.server import Layout, Server
 
-_CONCURRENT_PHASES = ("stream", "libraries", "kernels")  # left out of the sum of the phases, which they overlap with
+_CONCURRENT_PHASES = ("stream", "libraries")  # left out of the sum of the phases, which they overlap with
 _PART_PREFIX = "warm_up_"  # of the parts of the phase warm_up
 _READ_CONNECTIONS = 16  # of `measure_read_seconds`
 _TIMEOUT_SECONDS = 600.0

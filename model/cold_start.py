@@ -1,7 +1,7 @@
 """Time the phases of a cold start, log them as one JSON line, export them as metrics.
 
-Phases: import (process start to load), those of model/loading/load.py, stream, libraries and kernels (concurrent with
-them), warm_up, and first_image (process start to the first finished image). The parts of the warm-up are phases too:
+Phases: import (process start to load), those of model/loading/load.py, stream and libraries (concurrent with them),
+warm_up, and first_image (process start to the first finished image). The parts of the warm-up are phases too:
 `warm_up_...`.
 """
 

@@ -28,7 +28,6 @@ from model.engines.signatures import LORA_DOWN
 from model.engines.tensorrt.plans import Plans
 from model.engines.tensorrt.runtime_caches import RuntimeCacheFolder
 from model.loading.adapters import open_library, read_adapters
-from model.loading.kernels import KernelEngine, loading_kernels
 from model.loading.select import Selection, select
 from model.loading.served import ServedModel, ServedRelease, served_model
 from model.loading.target import Target
@@ -48,9 +47,6 @@ from model.weights.cache import WeightsCache
 from model.weights.layout import from_stored
 from model.weights.slot import WeightSlot, weights_key
 from model.weights.stream import Tensors
-
-EARLY_KERNELS = frozenset({"cuda"})
-"""The devices whose kernels are loaded while weights are streamed. On a CPU a package has none."""
 
 
 @dataclass(frozen=True)
@@ -170,20 +166,16 @@ def load(
                 name: [_open_code(contents, record, device) for record in records]
                 for name, records in selection.engines.items()
             }
-        codes: list[KernelEngine] = []
-        if device.type in EARLY_KERNELS:
-            codes = [code for of_name in opened.values() for code in of_name if code is not None and code.loads_kernels]
-        with loading_kernels(codes, device, cold_start):
-            with cold_start.phase("tokenizers"):
-                tokenizers = open_tokenizers(selection, contents)
-            with cold_start.phase("weights"):
-                tensors = {
-                    name: [
-                        {} if engine.holds_weights else _in_layout(cache.load(record), record)
-                        for engine, record in zip(selection.engines[name], records, strict=True)
-                    ]
-                    for name, records in selection.weights.items()
-                }
+        with cold_start.phase("tokenizers"):
+            tokenizers = open_tokenizers(selection, contents)
+        with cold_start.phase("weights"):
+            tensors = {
+                name: [
+                    {} if engine.holds_weights else _in_layout(cache.load(record), record)
+                    for engine, record in zip(selection.engines[name], records, strict=True)
+                ]
+                for name, records in selection.weights.items()
+            }
         library: AdapterLibrary | None = None
         if resolved.adapters:
             with cold_start.phase("adapters"):

@@ -18,11 +18,6 @@ def to_stored(tensor: torch.Tensor, layout: str) -> torch.Tensor:
     return stored.contiguous()
 
 
-def stored_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
-    """Return the shape in which `to_stored` writes a tensor."""
-    return (shape[0], *shape[2:], shape[1]) if layout == "channels_last" and len(shape) == 4 else shape
-
-
 def from_stored(tensor: torch.Tensor, layout: str) -> torch.Tensor:
     """Return a view of a stored tensor in the shape and strides that engines of this layout expect."""
     return tensor.permute(0, 3, 1, 2) if layout == "channels_last" and tensor.ndim == 4 else tensor

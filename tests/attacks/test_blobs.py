@@ -167,11 +167,12 @@ from model.request_fields import GenerationRequest
 from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.deployment import Deployment
+from model.loading.releases import Releases
 from model.loading.target import detect_targets
 from model.pipeline.text_to_image import generate
 from model.store.store import open_store
 
-loaded = load_release(open_store(sys.argv[1]), Deployment((sys.argv[2],)), detect_targets(), ColdStart())
+loaded = Releases(open_store(sys.argv[1]), Deployment((sys.argv[2],)), detect_targets(), ColdStart()).open(0)
 request = GenerationRequest(prompt="a circle", seed=1, num_inference_steps=2, width=64, height=64)
 params = resolve(request, loaded.served)
 before = generate(loaded.model, [params])[0][0].copy()

@@ -57,19 +57,6 @@ class AotInductorEngine:
                 f"{self._code.input_count} and {len(signature.inputs)}."
             )
 
-    @property
-    def loads_kernels(self) -> bool:
-        """True if `load_kernels` can be called."""
-        return isinstance(self._code, Container)
-
-    def load_kernels(self, weights: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> None:
-        """Run once, which loads the kernels. The engine is not bound afterwards. Raises what `bind` and `run` raise."""
-        self.bind(weights)
-        try:
-            self.run(inputs)
-        finally:
-            self._weights = None
-
     def bind(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Alias `weights`. They are never copied, and the engine keeps them. Raises EngineError if they do not fit."""
         mapped = map_constants(self.component, self.constants, weights)

@@ -60,16 +60,6 @@ def test_engine_computes_with_the_weights_it_is_given(engine_bytes: bytes) -> No
         torch.testing.assert_close(engine.run({"x": x})["y"], before + 1.0)
 
 
-def test_engine_is_not_bound_after_its_kernels_are_loaded(engine_bytes: bytes) -> None:
-    """The weights that it ran with are freed then. A run would end the process."""
-    engine = open_engine(engine_bytes)
-    engine.load_kernels(releases.toy_tensors(1), {"x": latents()})
-    with pytest.raises(AssertionError):
-        engine.run({"x": latents()})
-    engine.bind(releases.toy_tensors(2))
-    torch.testing.assert_close(engine.run({"x": latents()})["y"], Toy(2)(latents())[0])
-
-
 def test_engine_takes_other_weights_after_a_run(engine_bytes: bytes) -> None:
     """It then computes as if it had been bound to these weights first."""
     x, weights = latents(), releases.toy_tensors(0)

@@ -1,7 +1,6 @@
 """Servers of several releases: in one process, with workers, from a bucket and behind a gateway."""
 
 import itertools
-import logging
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -152,16 +151,6 @@ def test_refuses_weights_that_do_not_fit_a_slot(store: WritableStore) -> None:
     with pytest.raises(EngineError, match="the device has no such tensor"):
         tensors = {**slot.weights.tensors, unet: without}
         releases.fill(1, replace(slot, weights=replace(slot.weights, tensors=tensors)))
-
-
-def test_images_are_the_same_with_early_kernels(
-    store: WritableStore, alone: dict[str, Pixels], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    caplog.set_level(logging.DEBUG, "preheat")
-    monkeypatch.setattr("model.loading.load.EARLY_KERNELS", {"cpu"})
-    loaded = load(store)
-    assert all(np.array_equal(image(one), alone[one.release]) for one in loaded)
-    assert "were not loaded" not in caplog.text
 
 
 def test_adapters_of_one_release_change_no_other(store: WritableStore, alone: dict[str, Pixels]) -> None:
