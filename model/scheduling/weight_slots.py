@@ -22,6 +22,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
+
 from model import metrics
 from model.adapters.merge import AdaptableWeights
 from model.errors import OutOfDeviceMemory, PreheatError, ReleaseNotLoaded
@@ -232,7 +234,7 @@ class WeightSlots:
                 self._slots.remove(slot)
         cause = str(error) if isinstance(error, PreheatError) else f"{type(error).__name__}: {error}"
         logger.error("%s cannot be loaded: %s", name, cause)
-        if isinstance(error, OutOfDeviceMemory) and load.slot is None:
+        if isinstance(error, OutOfDeviceMemory | torch.OutOfMemoryError) and load.slot is None:
             self._may_open = False  # a slot that exists takes the release
             return []
         failure = ReleaseNotLoaded(f"Release {name} cannot be loaded. {cause}", "")

@@ -134,6 +134,16 @@ def test_any_release_fills_a_slot(
         assert np.array_equal(adapted["style/1"], expected)
 
 
+def test_another_slot_needs_the_memory_of_its_weights(store: WritableStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the weights that every release has."""
+    releases = resolved(store)
+    loaded = [releases.open(index) for index in range(2)]
+    for free, expected in ((2 * loaded[1].weight_bytes, True), (loaded[1].weight_bytes // 2, False)):
+        monkeypatch.setattr("model.loading.releases.free_memory", lambda _, free=free: free)
+        assert releases.has_room() == expected
+    assert loaded[1].weight_bytes < loaded[0].weight_bytes
+
+
 def test_refuses_weights_that_do_not_fit_a_slot(store: WritableStore) -> None:
     releases = resolved(store)
     slot = slot_of(releases.open(0))

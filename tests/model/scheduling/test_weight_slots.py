@@ -212,10 +212,11 @@ def test_a_failed_load_fails_its_own_requests_only() -> None:
         assert results(scheduler.submit(params(5), model=2))[0].images == alone(2, 5)
 
 
-def test_takes_turns_in_the_slots_that_could_be_opened() -> None:
+@pytest.mark.parametrize("error", [OutOfDeviceMemory("No memory."), torch.OutOfMemoryError("No memory.")])
+def test_takes_turns_in_the_slots_that_could_be_opened(error: Exception) -> None:
     """The memory may be less than was estimated."""
     loader = Loader(3, room=2)
-    loader.fails[1] = OutOfDeviceMemory("No memory.")
+    loader.fails[1] = error
     with serving(loader, unasked=True) as scheduler:
         eventually(lambda: loader.loads == [("open", 1)], "the load")
         del loader.fails[1]
