@@ -55,7 +55,6 @@ def start_server(
             atexit.register(followers.exit_process)
     try:
         releases = open_releases(store, deployment, settings.store_options().cache_folder, cold_start)
-        releases.check_slots(settings.weight_slots)
         loaded = [releases.open(0)]
         with cold_start.phase("releases"):
             loaded += [releases.without_weights(index) for index in range(1, len(releases))]

@@ -13,9 +13,15 @@ def check_alike(selections: Sequence[Selection]) -> None:
     """Raise ConfigError unless releases have the same architecture, precision, sizes, variants and engines.
 
     Weights, tokenizers, schedulers and defaults may differ. Then all releases run the same code, and none of them
-    changes what the others may be asked.
+    changes what the others may be asked. Plans of TensorRT are refused: they have their own copies of the weights.
     """
     first, *others = selections
+    if others and any(engine.tensorrt for engines in first.engines.values() for engine in engines):
+        raise ConfigError(
+            f"{first.manifest.name} and {others[0].manifest.name} cannot share a server. Plans of TensorRT have their "
+            "own copies of the weights, which those of another release cannot replace.",
+            "Set `runtime: aot_inductor`, or serve them by servers of their own.",
+        )
     for other in others:
         own, theirs = set(_traits(first)), set(_traits(other))
         if different := sorted(own ^ theirs):

@@ -16,7 +16,6 @@ from model.adapters.block_scales import unet_blocks
 from model.cold_start import ColdStart
 from model.deployment import Deployment
 from model.engines.tensorrt.runtime_caches import RuntimeCacheFolder
-from model.errors import ConfigError
 from model.loading.alike import check_alike
 from model.loading.load import Loaded, load, open_tokenizers, read_blobs, resolve
 from model.loading.memory import check_memory, free_memory, needed_bytes
@@ -27,7 +26,6 @@ from model.scheduling.weight_slots import Slot
 from model.store.store import Store
 
 _MARGIN = 1.1  # of the memory of another slot, for what grows later
-_NOT_FILLED = "Plans of TensorRT have their own copies of the weights, which those of another release cannot replace."
 
 
 class Releases:
@@ -71,12 +69,6 @@ class Releases:
     def name(self, index: int) -> str:
         """The name of a release."""
         return self._resolved[index].release
-
-    def check_slots(self, limit: int | None) -> None:
-        """Raise ConfigError if releases must take turns in fewer slots (None: no limit), and their engines cannot."""
-        engines = (one for records in self._resolved[0].selection.engines.values() for one in records)
-        if len(self) > (limit or len(self)) and any(engine.tensorrt for engine in engines):
-            raise ConfigError(f"{len(self)} releases cannot share {limit} slots. {_NOT_FILLED}")
 
     def open(self, index: int) -> Loaded:
         """Load a release with engines of its own. Raises what `load` raises."""

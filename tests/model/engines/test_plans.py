@@ -13,7 +13,8 @@ from model.cold_start import ColdStart
 from model.engines.tensorrt.libraries import TENSORRT_RTX
 from model.engines.tensorrt.plans import Plans
 from model.engines.tensorrt.runtime_caches import RuntimeCacheFolder
-from model.errors import CorruptBlob, EngineError, OutOfDeviceMemory
+from model.errors import ConfigError, CorruptBlob, EngineError, OutOfDeviceMemory
+from model.loading.alike import check_alike
 from model.loading.load import Loaded
 from model.loading.memory import check_memory, tensorrt_bytes
 from model.loading.select import Selection, select
@@ -167,6 +168,14 @@ def test_refuses_plans_that_do_not_fit_into_memory(store: WritableLocalStore) ->
         check_memory(gpu, selection, free=needed)
         with pytest.raises(OutOfDeviceMemory, match="GiB free. .* or use a GPU with more memory"):
             check_memory(gpu, selection, free=needed - 1)
+
+
+def test_plans_share_no_server(store: WritableLocalStore) -> None:
+    """The weights of another release would leave the plan's own as they are."""
+    selection = select_engines(store, [engine_record(store, "unet", 1)], 1000)
+    check_alike([selection])
+    with pytest.raises(ConfigError, match="cannot share a server. Plans of TensorRT have their own copies"):
+        check_alike([selection, selection])
 
 
 # -- a release ----------------------------------------------------------------------------------------------------
