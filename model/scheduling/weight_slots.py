@@ -102,6 +102,8 @@ class WeightSlots:
         self._may_open = True
         self._opens_unasked = False
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="preheat-slots")
+        for index in range(len(runners)):
+            metrics.RELEASE_RESIDENT.labels(loader.name(index)).set(0)
         self._enter(first, 0)
 
     @property
