@@ -117,13 +117,13 @@ class _SlotLoader:
     def open(self, index: int) -> Slot:
         slot, first = slot_of(self._open(index)), self._loaded[0].model
         slot.model.step_times = first.step_times
-        first.same_code.append(slot.model.loops)
         return slot
 
     def begin(self, index: int, is_new: bool) -> None:
         one, runner = self._loaded[index], self._runners[index]
         if is_new:
             runner.preview_map = warm_up(one)
+            self._loaded[0].model.same_code.append(one.model.loops)
         elif runner.preview_map is None:
             runner.preview_map = find_preview_map(one.model, one.served)
 

@@ -46,7 +46,8 @@ def _traits(selection: Selection) -> Iterator[str]:
         yield f"this architecture of {name}: {digest[:12]}"
     yield f"the family {manifest.family}"
     yield f"the target {selection.target}"
-    first: dict[tuple[str, ...], str] = {}
+    first: dict[str, str] = {}
     for record in selection.streamed_weights():
-        if (owner := first.setdefault(record.identity, record.component)) != record.component:
-            yield f"the weights of {owner} in {record.component}"
+        for digest in record.identity:
+            if (owner := first.setdefault(digest, record.component)) != record.component:
+                yield f"weights of {owner} in {record.component}"

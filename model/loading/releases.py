@@ -23,6 +23,7 @@ from model.loading.runtimes import find_targets, runtime_cache_folder
 from model.loading.target import Target
 from model.loading.token_tables import check_token_ids, token_tables
 from model.scheduling.weight_slots import Slot
+from model.store.manifest import Fp16Steps
 from model.store.store import Store
 
 _MARGIN = 1.1  # of the memory of another slot, for what grows later
@@ -107,6 +108,7 @@ class Releases:
             tokenizers=tokenizers,
             noise_schedules=dict(one.noise_schedules),
             settings=selection.manifest.settings,
+            fp16_steps=selection.fp16_steps or Fp16Steps(),
             adapters=library,
             benchmarks=one.benchmarks(),
         )
@@ -118,10 +120,6 @@ class Releases:
         After an error the slot holds a mixture. Raises EngineError, CorruptBlob or StoreError.
         """
         slot.weights.fill(self._store, self._resolved[index].streamed_weights(), self._device)
-
-    def fetch(self, index: int) -> None:
-        """Copy a release's blobs to this machine. Raises CorruptBlob or StoreError."""
-        self._store.fetch(self._resolved[index].selection.blobs())
 
     def has_room(self) -> bool:
         """True if the device has the memory of another slot, as far as is known.

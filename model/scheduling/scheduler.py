@@ -289,7 +289,7 @@ class Scheduler:
         """Return the work of `when_idle`, or else the comparison of an image. None: there is no such work."""
         if self._idle_work is not None or self.comparison is None:
             return self._idle_work
-        if self._waiting:  # for adapters that are being read
+        if self._waiting:  # for adapters or releases that are being loaded
             return None
         return self.comparison.work
 

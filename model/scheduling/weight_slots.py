@@ -22,11 +22,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch
-
 from model import metrics
 from model.adapters.merge import AdaptableWeights
-from model.errors import OutOfDeviceMemory, PreheatError, ReleaseNotLoaded
+from model.errors import PreheatError, ReleaseNotLoaded, StoreError
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.runner import Runner
 from model.scheduling.job import Job
@@ -109,7 +107,8 @@ class WeightSlots:
     @property
     def resident(self) -> tuple[int, ...]:
         """The indices of the releases in slots. Any thread may read it."""
-        return tuple(self._runners.index(slot.runner) for slot in list(self._slots) if slot.runner is not None)
+        held = [slot.runner for slot in list(self._slots)]
+        return tuple(self._runners.index(runner) for runner in held if runner is not None)
 
     def open_unasked(self) -> None:
         """From now on, open slots for the releases that no request has asked for."""
@@ -234,12 +233,15 @@ class WeightSlots:
             self._leave(slot)
             if load.slot is None:
                 self._slots.remove(slot)
+                self._runners[load.index].model.run_on(self._slots[0].model)  # frees the new engines
         cause = str(error) if isinstance(error, PreheatError) else f"{type(error).__name__}: {error}"
         logger.error("%s cannot be loaded: %s", name, cause)
-        if isinstance(error, OutOfDeviceMemory | torch.OutOfMemoryError) and load.slot is None:
-            self._may_open = False  # a slot that exists takes the release
+        if load.slot is None and not isinstance(error, StoreError):
+            self._may_open = False  # a slot that exists takes the release, and needs no memory and no file
             return []
-        failure = ReleaseNotLoaded(f"Release {name} cannot be loaded. {cause}", "")
+        # The scheduler asks the device after any other error.
+        is_known = isinstance(error, PreheatError)
+        failure = ReleaseNotLoaded(f"Release {name} cannot be loaded. {cause}", "") if is_known else error
         return [(job, failure) for job in waiting if job.runner is self._runners[load.index]]
 
     def _enter(self, slot: Slot, index: int) -> None:

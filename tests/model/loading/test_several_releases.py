@@ -31,6 +31,7 @@ from model.loading.select import Selection, select
 from model.loading.target import detect_targets
 from model.pipeline.text_to_image import generate
 from model.request_fields import GenerationRequest
+from model.store.manifest import Fp16Steps
 from preheat.local_server.server import Layout, Server, with_metadata
 from tests.conftest import READY_SECONDS
 from tests.engine_builder.helpers import edit_json, edit_weights, folder_of, perturb
@@ -134,6 +135,14 @@ def test_any_release_fills_a_slot(
         assert np.array_equal(adapted["style/1"], expected)
 
 
+def test_a_release_without_weights_has_its_own_steps_in_fp16(store: WritableStore) -> None:
+    releases = resolved(store)
+    releases.open(0)
+    steps, one = Fp16Steps(first=2, last=1), releases._resolved[1]
+    releases._resolved[1] = replace(one, selection=replace(one.selection, fp16_steps=steps))
+    assert releases.without_weights(1).model.fp16_steps == steps
+
+
 def test_another_slot_needs_the_memory_of_its_weights(store: WritableStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the weights that every release has."""
     releases = resolved(store)
@@ -207,7 +216,7 @@ def test_refuses_releases_that_differ_in_more_than_weights(store: WritableStore)
             replace(second, engines=other_code),
             f"this engine of unet in fp32 at {unet.bucket.label}: 000000",
         ),
-        (replace(second, weights=repeated), "Only style/2 has the weights of unet in vae_decoder"),
+        (replace(second, weights=repeated), "Only style/2 has weights of unet in vae_decoder"),
     ):
         with pytest.raises(ConfigError, match="toy-sdxl/1 and style/2 cannot share a server") as refused:
             check_alike([first, other])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from model.engines.engine import EngineSet
-from model.errors import CorruptBlob, OutOfDeviceMemory, ReleaseNotLoaded
+from model.errors import CorruptBlob, EngineError, OutOfDeviceMemory, ReleaseNotLoaded
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.runner import Runner
 from model.scheduling.job import Job
@@ -212,7 +212,9 @@ def test_a_failed_load_fails_its_own_requests_only() -> None:
         assert results(scheduler.submit(params(5), model=2))[0].images == alone(2, 5)
 
 
-@pytest.mark.parametrize("error", [OutOfDeviceMemory("No memory."), torch.OutOfMemoryError("No memory.")])
+@pytest.mark.parametrize(
+    "error", [OutOfDeviceMemory("No memory."), torch.OutOfMemoryError("No memory."), EngineError("The disk is full.")]
+)
 def test_takes_turns_in_the_slots_that_could_be_opened(error: Exception) -> None:
     """The memory may be less than was estimated."""
     loader = Loader(3, room=2)
@@ -222,6 +224,16 @@ def test_takes_turns_in_the_slots_that_could_be_opened(error: Exception) -> None
         del loader.fails[1]
         assert results(scheduler.submit(params(5), model=1))[0].images == alone(1, 5)
         assert loader.loads == [("open", 1), ("fill", 1)]
+
+
+def test_an_unknown_error_of_a_load_lets_the_scheduler_ask_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader, asked = Loader(2, room=0), list[Exception]()
+    loader.fails[1] = RuntimeError("CUDA error")
+    monkeypatch.setattr(Scheduler, "_check_device", lambda _, error: asked.append(error))
+    with serving(loader) as scheduler:
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            scheduler.submit(params(0), model=1).result.result(TIMEOUT_SECONDS)
+        assert asked == [loader.fails[1]]
 
 
 def test_closing_answers_requests_that_wait_for_a_release() -> None:
