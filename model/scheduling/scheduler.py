@@ -286,7 +286,12 @@ class Scheduler:
                 item.result.set_exception(error)
 
     def _work_while_idle(self) -> Iterator[None] | None:
-        """Return the work of `when_idle`, or else the comparison of an image. None: there is no such work."""
+        """Return the work of `when_idle`, or else the comparison of an image. None: there is no such work.
+
+        It waits for the load of a release, which would lengthen the steps that it measures.
+        """
+        if self._is_loading:
+            return None
         if self._idle_work is not None or self.comparison is None:
             return self._idle_work
         if self._waiting:  # for adapters or releases that are being loaded
@@ -333,7 +338,12 @@ class Scheduler:
             self.comparison.end()
 
     def _idle_work_overdue(self) -> bool:
-        return self._idle_work is not None and time.monotonic() >= self._idle_work_since + OVERDUE_SECONDS
+        is_due = time.monotonic() >= self._idle_work_since + OVERDUE_SECONDS
+        return self._idle_work is not None and is_due and not self._is_loading
+
+    @property
+    def _is_loading(self) -> bool:
+        return self._slots is not None and self._slots.blocked
 
     def _advance_overdue_work(self) -> None:
         """Run parts of the work of `when_idle` for about `_INTERRUPTION_SECONDS`. No image may be in flight."""
