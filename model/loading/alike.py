@@ -19,7 +19,7 @@ def check_alike(selections: Sequence[Selection]) -> None:
     if others and any(engine.tensorrt for engines in first.engines.values() for engine in engines):
         raise ConfigError(
             f"{first.manifest.name} and {others[0].manifest.name} cannot share a server. Plans of TensorRT have their "
-            "own copies of the weights, which those of another release cannot replace.",
+            "own copies of the weights, which the weights of another release cannot replace.",
             "Set `runtime: aot_inductor`, or serve them by servers of their own.",
         )
     for other in others:

@@ -148,7 +148,7 @@ def load(
     """Load a release with engines of its own.
 
     `caches`: the folder of kernels that TensorRT-RTX compiles on this GPU; None: they are not kept. `common`: the
-    digests of the weights that no others will replace. `shared`: those of them that were loaded before.
+    digests of the weights that no others will replace. `shared`: by digest, such weights that were loaded before.
 
     Raises OutOfDeviceMemory, AdapterError, StoreError, CorruptBlob or EngineError.
     """

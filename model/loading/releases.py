@@ -20,8 +20,10 @@ from model.loading.alike import check_alike
 from model.loading.load import Loaded, load, open_tokenizers, read_blobs, resolve
 from model.loading.memory import check_memory, free_memory, needed_bytes
 from model.loading.runtimes import find_targets, runtime_cache_folder
+from model.loading.select import Selection
 from model.loading.target import Target
 from model.loading.token_tables import check_token_ids, token_tables
+from model.prompts.tokenizer import ClipTokenizer
 from model.scheduling.weight_slots import Slot
 from model.store.manifest import Fp16Steps
 from model.store.store import Store
@@ -90,17 +92,15 @@ class Releases:
     def without_weights(self, index: int) -> Loaded:
         """Return what requests of a release need before its weights are on the device. `open` was called before.
 
-        Its model must `run_on` that of a slot with its weights before its engines are used. Raises StoreError,
-        CorruptBlob, ManifestError or MissingComponent.
+        Its model must `run_on` the model of a slot with its weights before its engines are used. Most releases have the
+        tokenizers of the first one, which are opened once. Raises StoreError, CorruptBlob, ManifestError or
+        MissingComponent.
         """
         first, one = self._first, self._resolved[index]
         assert first is not None
-        selection = one.selection
-        blobs = [record.blob for record in selection.manifest.tokenizers.values()] + token_tables(selection)
-        self._store.fetch(blobs)
-        contents = read_blobs(self._store, blobs, selection)
-        tokenizers = open_tokenizers(selection, contents)
-        check_token_ids(selection, tokenizers, contents)
+        selection, tokenizers = one.selection, first.model.tokenizers
+        if selection.manifest.tokenizers != self._resolved[0].selection.manifest.tokenizers:
+            tokenizers = self._open_tokenizers(selection)
         library, served = first.model.adapters, one.served
         if library is not None:
             library, served = library.for_other_weights(), replace(served, unet_blocks=unet_blocks(library.layers))
@@ -114,8 +114,16 @@ class Releases:
         )
         return replace(first, model=model, served=served, release=one.release, weight_bytes=0, plans=None)
 
+    def _open_tokenizers(self, selection: Selection) -> dict[str, ClipTokenizer]:
+        blobs = [record.blob for record in selection.manifest.tokenizers.values()] + token_tables(selection)
+        self._store.fetch(blobs)
+        contents = read_blobs(self._store, blobs, selection)
+        tokenizers = open_tokenizers(selection, contents)
+        check_token_ids(selection, tokenizers, contents)
+        return tokenizers
+
     def fill(self, index: int, slot: Slot) -> None:
-        """Replace a slot's weights by those of a release. Nothing may use the slot meanwhile.
+        """Replace a slot's weights by a release's. Nothing may use the slot meanwhile.
 
         After an error the slot holds a mixture. Raises EngineError, CorruptBlob or StoreError.
         """

@@ -59,7 +59,7 @@ class LoadedModel:
     step_times: dict[str, dict[tuple[int, bool], dict[int, float]]] = field(default_factory=dict)
     """By UNet, and by variant and whether it is paired: batch entries times pixels of a call -> measured seconds."""
     same_code: list[dict[LoopKey, Loop]] = field(default_factory=list)
-    """Loops of other weights. Their calls take as long as those of `loops`."""
+    """Loops of other weights. Their calls take as long as the calls of `loops`."""
     ranks: Ranks = ALONE
     """The ranks that divide the batches of the loops."""
     lead: "Callable[[Callable[[], Loop], LoopKey], Loop] | None" = None

@@ -2,9 +2,10 @@
 
 Between two steps images join loops, leave them (finished, cancelled) and are decoded. So a new request waits for one
 step and not for a batch. Images join in order of arrival as soon as their loop has room, each image of a request by
-itself; `model.scheduling.admission` limits how many run at once, and `model.scheduling.adapter_turns` decides which
-adapters do. Loops (one for each model, UNet and size) take turns of one step; `model.scheduling.in_flight` keeps their
-images. Each image's result is independent of the other images. This module decides; `model.pipeline.runner` executes.
+itself; `model.scheduling.admission` limits how many run at once, and `model.scheduling.weight_turns` decides which
+have their weights. Loops (one for each model, UNet and size) take turns of one step; `model.scheduling.in_flight` keeps
+their images. Each image's result is independent of the other images. This module decides; `model.pipeline.runner`
+executes.
 
 Other threads may call the methods that `Scheduler` lists. The rest runs on the scheduler's thread.
 """
@@ -25,7 +26,6 @@ from typing import Any
 import torch
 
 from model import metrics
-from model.adapters.library import AdapterLibrary
 from model.denoising.loop import ImageState, Loop, slots
 from model.denoising.step_plan import StepNeeds
 from model.errors import AdapterError, BrokenImage, PreheatError, ReleaseNotLoaded, Unavailable
@@ -33,7 +33,6 @@ from model.images.encode import Pixels
 from model.pipeline.params import GenerationParams
 from model.pipeline.preview import Preview
 from model.pipeline.runner import Runner
-from model.scheduling.adapter_turns import AdapterTurns
 from model.scheduling.admission import joinings, may_join, shortens_mean_latency
 from model.scheduling.comparison import ImageComparison
 from model.scheduling.in_flight import InFlight, ModelLoop, first_loop
@@ -41,6 +40,7 @@ from model.scheduling.interface import check_queue
 from model.scheduling.job import ImageEvent, Job, StepEvent
 from model.scheduling.output_workers import OutputWorkers
 from model.scheduling.weight_slots import WeightSlots
+from model.scheduling.weight_turns import WeightTurns
 from model.settings import Limits
 
 logger = logging.getLogger("preheat")
@@ -98,14 +98,7 @@ class Scheduler:
         self._last_progress: float | None = None
         self._last_image: float | None = None
         self._seconds_per_image = 1.0  # moving average
-        self._turns = {
-            runner: AdapterTurns(runner.model, limits.lora_turn_seconds, self._count_merge) for runner in runners
-        }
-        for library in self._libraries():
-            library.on_loaded = self._wake
-        self._slots = slots
-        if slots is not None:
-            slots.wake = self._wake
+        self._turns = WeightTurns(self.runners, slots, limits.lora_turn_seconds, self._wake)
         self._workers = OutputWorkers(self._count_image, self._fail_from_worker)
         self._prepared = self.call(prepare or (lambda: None))
         self._thread = threading.Thread(target=self._run, name="preheat-worker", daemon=True)
@@ -219,10 +212,7 @@ class Scheduler:
             self._wakeup.notify()
         self._thread.join()
         self._workers.close()
-        for library in self._libraries():
-            library.close()
-        if self._slots is not None:
-            self._slots.close()
+        self._turns.close()
         self._drain_inbox()  # jobs and calls that arrived meanwhile, also from the workers
         for job in self._unfinished_jobs():
             job.fail(Unavailable(self._failure))
@@ -252,9 +242,6 @@ class Scheduler:
                         self._step(place)
                 except Exception as error:
                     self._fail(self._unfinished_jobs(), error)
-
-    def _libraries(self) -> list[AdapterLibrary]:
-        return [runner.model.adapters for runner in self.runners if runner.model.adapters is not None]
 
     def _drain_inbox(self) -> None:
         """Queue new jobs and run calls. Wait for them if there is nothing else to do, with work of `when_idle`."""
@@ -290,7 +277,7 @@ class Scheduler:
 
         It waits for the load of a release, which would lengthen the steps that it measures.
         """
-        if self._is_loading:
+        if self._turns.is_loading:
             return None
         if self._idle_work is not None or self.comparison is None:
             return self._idle_work
@@ -300,21 +287,12 @@ class Scheduler:
 
     def _can_admit(self) -> bool:
         """True if a job waits for more than the load of its adapters or of a release."""
-        return not all(self._is_blocked(job.runner) for job in self._waiting)
-
-    def _is_blocked(self, runner: Runner) -> bool:
-        """True if all requests of a release wait for a load: of the release, or of adapters."""
-        if self._slots is not None and not self._slots.holds(runner):
-            return self._slots.blocked
-        return self._turns[runner].blocked
-
-    def _is_resident(self, runner: Runner) -> bool:
-        return self._slots is None or self._slots.holds(runner)
+        return not all(self._turns.blocked(job.runner) for job in self._waiting)
 
     @property
     def resident(self) -> tuple[int, ...]:
         """The indices of the releases whose weights are on the device. Any thread may read it."""
-        return tuple(range(len(self.runners))) if self._slots is None else self._slots.resident
+        return self._turns.resident
 
     def _advance_idle_work(self, work: Iterator[None]) -> None:
         """Run one part of the work of `when_idle`, or of a comparison. Called with the lock, which is released
@@ -339,11 +317,7 @@ class Scheduler:
 
     def _idle_work_overdue(self) -> bool:
         is_due = time.monotonic() >= self._idle_work_since + OVERDUE_SECONDS
-        return self._idle_work is not None and is_due and not self._is_loading
-
-    @property
-    def _is_loading(self) -> bool:
-        return self._slots is not None and self._slots.blocked
+        return self._idle_work is not None and is_due and not self._turns.is_loading
 
     def _advance_overdue_work(self) -> None:
         """Run parts of the work of `when_idle` for about `_INTERRUPTION_SECONDS`. No image may be in flight."""
@@ -369,20 +343,14 @@ class Scheduler:
                 self._fail({job}, error)
         if self._idle_work_overdue():
             return
-        if self._slots is not None:
-            for job, cause in self._slots.update(self._waiting, self._in_flight.of, self._is_blocked):
-                self._fail({job}, cause)
-        for runner, turns in self._turns.items():
-            if not self._is_resident(runner):
-                continue
-            while (failed := turns.update(self._waiting_for(runner), self._in_flight.of(runner))) is not None:
-                self._fail({failed[0]}, failed[1])
+        for job, cause in self._turns.update(self._waiting, self._in_flight.of):
+            self._fail({job}, cause)
         images_ahead, full_loops = 0, set[ModelLoop]()
         for job in list(self._waiting):
             job.images_ahead = images_ahead
             images_ahead += len(job.waiting_images)
             place = first_loop(job)
-            if place in full_loops or not self._may_begin(job):
+            if place in full_loops or not self._turns.admits(job):
                 continue
             sizes = self._in_flight.sizes
             if place.size not in sizes and len(sizes) >= self.limits.sizes_at_once:
@@ -394,13 +362,6 @@ class Scheduler:
             if not job.done and job.waiting_images:
                 full_loops.add(place)
         self._waiting = [job for job in self._waiting if not job.done and job.waiting_images]
-
-    def _may_begin(self, job: Job) -> bool:
-        """True if the weights that a job needs are on the device, and it is its turn."""
-        return (self._slots is None or self._slots.admits(job)) and self._turns[job.runner].admits(job)
-
-    def _waiting_for(self, runner: Runner) -> list[Job]:
-        return [job for job in self._waiting if job.runner is runner]
 
     def _admit_job(self, job: Job, place: ModelLoop) -> None:
         """Add as many images of a job as may join."""
@@ -556,13 +517,8 @@ class Scheduler:
                 self._failure = f"The GPU has failed ({reason}); this server is being replaced."
 
     def _wake(self) -> None:
-        """Let the thread, which may wait for an adapter, decide again. Any thread may call it."""
+        """Let the thread, which may wait for weights, decide again. Any thread may call it."""
         self.call(lambda: None)
-
-    def _count_merge(self, seconds: float) -> None:
-        metrics.ADAPTER_MERGES.inc()
-        metrics.ADAPTER_MERGE_SECONDS.observe(seconds)
-        metrics.ADAPTERS_CACHED.set(sum(library.cached_count for library in self._libraries()))
 
     # -- callbacks of the output workers ------------------------------------------------------------------------------
 

@@ -62,7 +62,7 @@ class SlotLoader(Protocol):
         """Load a release into a new slot. Called on a thread of its own. Raises PreheatError."""
 
     def fill(self, index: int, slot: Slot) -> None:
-        """Replace a slot's weights by those of a release. Called on a thread of its own. Raises PreheatError."""
+        """Replace a slot's weights by a release's. Called on a thread of its own. Raises PreheatError."""
 
     def begin(self, index: int, is_new: bool) -> None:
         """Run what must precede the first request of a release that is in a slot; is_new: the slot is new."""
@@ -217,7 +217,7 @@ class WeightSlots:
                 slot.adaptable.renew()
             self._loader.begin(load.index, is_new=load.slot is None)
         except Exception as error:
-            return self._fail(load, name, kind, error, waiting)
+            return self._fail(load, name, error, waiting)
         seconds = time.monotonic() - load.began
         metrics.RELEASE_LOADS.labels(kind).inc()
         metrics.RELEASE_LOAD_SECONDS.labels(kind).observe(seconds)
@@ -225,9 +225,7 @@ class WeightSlots:
         logger.info(json.dumps({**entry, "seconds": round(seconds, 3)}))
         return []
 
-    def _fail(
-        self, load: _Load, name: str, kind: str, error: Exception, waiting: Sequence[Job]
-    ) -> list[tuple[Job, Exception]]:
+    def _fail(self, load: _Load, name: str, error: Exception, waiting: Sequence[Job]) -> list[tuple[Job, Exception]]:
         metrics.RELEASE_LOADS.labels("failed").inc()
         for slot in [slot for slot in self._slots if slot.runner is self._runners[load.index]]:
             self._leave(slot)

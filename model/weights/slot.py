@@ -1,4 +1,4 @@
-"""The weights of a release at fixed addresses on the device, which those of another release may replace in place.
+"""The weights of a release at fixed addresses on the device, which another release's may replace in place.
 
 Engines and CUDA graphs read weights at fixed addresses, so other weights need no new engine and no new capture.
 """
@@ -30,7 +30,7 @@ class WeightSlot:
     fixed: Mapping[str, Tensors]
 
     def fill(self, store: Store, records: Iterable[WeightsRecord], device: torch.device) -> None:
-        """Replace the weights by `records`, those of a whole release. Nothing may use the slot meanwhile.
+        """Replace the weights by `records`, all that a release has. Nothing may use the slot meanwhile.
 
         After an error it holds a mixture. Raises EngineError for tensors of other names, shapes or dtypes, CorruptBlob
         or StoreError.

@@ -64,11 +64,7 @@ class Container:
         return set(self._names)
 
     def load_constants(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Alias `tensors`, one for each of `constants`, in place of earlier ones.
-
-        Call it before `run`, which would crash otherwise.
-        """
-        earlier = list(self._references)
+        """Alias `tensors`, one for each of `constants`. Call it before `run`, which would crash otherwise."""
         pointers = _pointers([tensors[name] for name in self._names])
         self._references += pointers
         pairs = zip(self._names.values(), pointers, strict=True)
@@ -81,8 +77,6 @@ class Container:
             ctypes.c_bool(False),
             ctypes.c_bool(True),
         )
-        del self._references[: len(earlier)]
-        _tensors(earlier)  # frees them
 
     def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """Run contiguous tensors in the order of the signature, and return the outputs. Nothing is checked here.

@@ -60,16 +60,6 @@ def test_engine_computes_with_the_weights_it_is_given(engine_bytes: bytes) -> No
         torch.testing.assert_close(engine.run({"x": x})["y"], before + 1.0)
 
 
-def test_engine_takes_other_weights_after_a_run(engine_bytes: bytes) -> None:
-    """It then computes as if it had been bound to these weights first."""
-    x, weights = latents(), releases.toy_tensors(0)
-    expected = open_engine(engine_bytes, weights).run({"x": x})["y"]
-    engine = open_engine(engine_bytes, {name: torch.zeros_like(tensor) for name, tensor in weights.items()})
-    assert not engine.run({"x": x})["y"].count_nonzero()
-    engine.bind(weights)
-    assert torch.equal(engine.run({"x": x})["y"], expected)
-
-
 INPUTS_OUTSIDE_THE_BUCKET = [
     (latents(5), "no bucket for batch 5 at 96x64"),
     (latents(2, 32, 64), "no bucket for batch 2 at 64x32"),

@@ -143,6 +143,20 @@ def test_a_release_without_weights_has_its_own_steps_in_fp16(store: WritableStor
     assert releases.without_weights(1).model.fp16_steps == steps
 
 
+def test_opens_equal_tokenizers_once(store: WritableStore) -> None:
+    releases = resolved(store)
+    first = releases.open(0)
+    assert releases.without_weights(1).model.tokenizers is first.model.tokenizers
+    one = releases._resolved[0]
+    manifest = one.selection.manifest
+    others = {name: record.model_copy(update={"max_length": 7}) for name, record in manifest.tokenizers.items()}
+    changed = manifest.model_copy(update={"tokenizers": others})
+    releases._resolved[0] = replace(one, selection=replace(one.selection, manifest=changed))
+    own = releases.without_weights(1).model.tokenizers
+    assert own.keys() == first.model.tokenizers.keys()
+    assert all(own[name] is not tokenizer for name, tokenizer in first.model.tokenizers.items())
+
+
 def test_another_slot_needs_the_memory_of_its_weights(store: WritableStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the weights that every release has."""
     releases = resolved(store)
