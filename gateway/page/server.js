@@ -14,6 +14,7 @@ export class Server {
   problem = "Connecting"; // what prevents a request, or ""
   isUp = true;
   #attempts = 0;
+  #polls = 0;
   #timer = null;
 
   // `key`: returns the API key. `onModels` is called with the releases when they change, `onState` after each answer.
@@ -57,7 +58,9 @@ export class Server {
   async poll() {
     clearTimeout(this.#timer);
     if (document.hidden) return;
+    const poll = ++this.#polls;
     const isHealthy = await health();
+    if (poll !== this.#polls) return; // another poll began meanwhile: this answer is older
     const isMissing = !this.models.length && !this.keyRequired && this.#attempts < MAX_ATTEMPTS;
     if (!isHealthy) {
       this.#report(isHealthy === null ? NO_GATEWAY : NO_SERVER, false);
@@ -65,7 +68,7 @@ export class Server {
       this.isUp = true;
       await this.connect().catch(() => {}); // the state has the reason
     }
-    clearTimeout(this.#timer); // another call may have begun meanwhile
+    if (poll !== this.#polls) return;
     const isSettled = this.isUp && (this.models.length || this.keyRequired);
     this.#timer = setTimeout(() => this.poll(), isSettled ? UP_MILLISECONDS : DOWN_MILLISECONDS);
   }

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 from PIL import Image
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, Route, expect
 
 from tests.support.gateway import running_gateway
 from tests.support.images import file_of
@@ -207,11 +207,21 @@ def test_images_appear_as_they_arrive_and_stay(end: str, page: Page, server: Toy
 
 
 def test_says_that_the_server_is_down_and_back(page: Page, server: ToyServer) -> None:
-    is_up = False
+    is_up, held = False, list[Route]()
+
+    def answer(route: Route) -> None:
+        if held:
+            route.fulfill(status=200 if is_up else 503)
+        else:
+            held.append(route)
+
     expect(page.locator("#served")).to_contain_text("toy/1")  # no answer of the first load comes later
-    page.route("**/health", lambda route: route.fulfill(status=200 if is_up else 503))
-    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+    page.route("**/health", answer)
+    for _ in range(2):
+        page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
     expect(page.locator("#served")).to_have_text("The server does not answer")
+    with page.expect_response("**/health"):
+        held[0].fulfill(status=200)  # an answer to an earlier question does not say that the server is back
     expect(page.locator("#down")).to_contain_text("The server does not answer")
     description = DESCRIBED | {"release": "toy/2", "samplers": ["DDIM"]}
     page.route("**/v1/description", lambda route: route.fulfill(json={"key_required": False, "models": [description]}))
