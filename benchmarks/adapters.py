@@ -74,7 +74,7 @@ def with_adapters(store: Store, adapters: Store) -> Store:
 
     overlay = SimpleNamespace(
         url=store.url, releases=store.releases, read_release=store.read_release,
-        adapters=adapters.adapters, read_adapter=adapters.read_adapter,
+        adapters=adapters.adapters, read_adapter=adapters.read_adapter, unpin=store.unpin,
         fetch=lambda blobs: store.fetch(blob for blob in blobs if blob.sha256 not in theirs),
         **{method: by_digest(method) for method in ("get", "read", "stream")},
     )  # fmt: skip

@@ -86,6 +86,7 @@ class Gateway:
             Route("/v1/images/edits", self.edits, methods=["POST"]),
             Route("/v1/images/variations", self.variations, methods=["POST"]),
             Route("/v1/models", self.models),
+            Route("/v1/loras", self.loras),
             Route(PREDICT_PATH, self.predict, methods=["POST"]),
             Route("/v1/models/model", self.health),
             Route("/v1/models/{model:path}", self.model),
@@ -191,6 +192,17 @@ class Gateway:
         known = await self._backends.descriptions()
         names = dict.fromkeys(description["release"] for _, description in known)
         return JSONResponse({"object": "list", "data": [openai.model(name) for name in names]})
+
+    async def loras(self, http: Request) -> Response:
+        """`GET /v1/loras`: the adapters that requests may name, each once for every server and release that has it."""
+        self._authenticate(http)
+        known = await self._backends.descriptions()
+        adapters = [
+            {"model": description["release"], "server": backend.name} | adapter
+            for backend, description in known
+            for adapter in description.get("adapters") or []
+        ]
+        return JSONResponse({"object": "list", "data": adapters})
 
     async def model(self, http: Request) -> Response:
         """`GET /v1/models/{model}`."""

@@ -36,10 +36,20 @@ class ServedPrecision:
 
 @dataclass(frozen=True)
 class ServedAdapters:
-    """What a deployment configures about adapters. `cache_bytes`: see `AdapterLibrary`."""
+    """What a deployment configures about adapters. `names`: and patterns. `cache_bytes`: see `AdapterLibrary`."""
 
     names: tuple[str, ...] = ()
     cache_bytes: int = 4 * 2**30
+
+    @property
+    def fixed(self) -> tuple[str, ...]:
+        """The adapters that are read when a server starts, without duplicates."""
+        return tuple(dict.fromkeys(name for name in self.names if not is_pattern(name)))
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """The patterns of further adapters, which are read when a request names them."""
+        return tuple(name for name in self.names if is_pattern(name))
 
 
 @dataclass(frozen=True)
@@ -102,6 +112,11 @@ class Deployment:
     def to_json(self) -> str:
         """Return the deployment as JSON, for another process."""
         return TypeAdapter(Deployment).dump_json(self).decode()
+
+
+def is_pattern(name: str) -> bool:
+    """True for a pattern of adapters' names."""
+    return "*" in name or "?" in name
 
 
 def resolve_releases(patterns: Sequence[str], store: Store) -> tuple[str, ...]:

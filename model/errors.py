@@ -110,6 +110,12 @@ class ReleaseNotLoaded(PreheatError):
     """The weights of a release of this server could not be brought onto the device. Answered with status 503."""
 
 
+class AdapterNotReady(PreheatError):
+    """An adapter could not be read from the store, or not in time. Answered with status 503."""
+
+    remedy = "Repeat the request."
+
+
 class EngineError(PreheatError):
     """An engine cannot be opened, or received inputs or weights that it does not accept."""
 

@@ -78,6 +78,13 @@ ADAPTER_MERGE_SECONDS = Histogram(
     buckets=_SECONDS_BOUNDS,
 )
 ADAPTERS_CACHED = Gauge("preheat_adapters_cached", "LoRA adapters whose factors are on the device.")
+ADAPTER_LISTS = Counter("preheat_adapter_lists_total", "Times that the store's list of adapters was read.")
+ADAPTER_LOOKUPS = Counter(
+    "preheat_adapter_lookups_total",
+    "Adapters that requests named by a pattern of `loras`: read, missing, refused, failed. One that was read before is "
+    "not counted.",
+    ["outcome"],
+)
 RELEASE_RESIDENT = Gauge("preheat_release_resident", "1 while the weights of a release are on the device.", ["release"])
 RELEASE_LOADS = Counter(
     "preheat_release_loads_total",

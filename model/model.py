@@ -83,10 +83,12 @@ class Model:
         releases, self._scheduler = self._start_workers(workers, gpus) if workers > 1 else self._load_here()
         self._prefetch.close()
 
+        from model.adapters.catalog import open_catalog
         from model.api.service import Service
         from model.api.shutdown import GracefulShutdown
 
-        self._service = Service(releases, self._scheduler, self._cold_start, self._settings.log_prompts)
+        catalog = open_catalog(self._settings, self._secrets)
+        self._service = Service(releases, self._scheduler, self._cold_start, self._settings.log_prompts, catalog)
         if self._application is None:
             logger.warning(
                 "Truss's application was not found. So the bodies of requests have no limit of their size, and SIGTERM "

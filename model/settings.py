@@ -74,7 +74,7 @@ def _name_off(value: Any) -> Any:
     return "off" if value is False else value
 
 
-AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+AdapterPattern = Annotated[str, Field(pattern=r"^[A-Za-z0-9*?][A-Za-z0-9._*?-]{0,127}$")]
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=True)]  # infinity switches a limit off
 
@@ -102,6 +102,12 @@ class Limits(StrictModel):
     """Sizes that are denoised alternately, step by step. A further size waits until one of them is done."""
     lora_turn_seconds: Seconds = 2.0
     """Seconds for which requests with the merged adapters go first, while a request with others waits."""
+    lora_wait_seconds: Seconds = 30.0
+    """Seconds that a request waits for adapters that are read from the store for the first time."""
+    lora_fetches_at_once: Positive = 4
+    """New adapters that are read from the store at the same time."""
+    lora_fetches_per_minute: Positive = 60
+    """New adapters that are read from the store in a minute. Requests for more are refused."""
     release_turn_seconds: Seconds = 2.0
     """Seconds for which requests of the releases on the device go first, while a request of another one waits."""
 
@@ -132,8 +138,8 @@ class Settings(StrictModel):
     buckets: list[ServedBucket] = []
     """The sizes served; empty: all sizes of the release."""
     limits: Limits = Limits()
-    loras: Annotated[list[AdapterName], BeforeValidator(_split_names)] = []
-    """The adapters of the store that requests may use."""
+    loras: Annotated[list[AdapterPattern], BeforeValidator(_split_names)] = []
+    """The adapters of the store that requests may use. `*` and `?` stand for the names that the store has then."""
     gpus_per_image: Annotated[int, Field(ge=1, le=8)] = 1
     """GPUs that divide the UNet's batch among them, so that the halves of guidance run at the same time."""
     workers: Annotated[int, Field(ge=1, le=8)] | None = None

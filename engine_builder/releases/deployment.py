@@ -218,7 +218,7 @@ def _check_adapters(settings: Settings, deployment: Deployment, selection: Selec
     records = read_adapters(store, deployment, selection)
     layers = release_layers(store, selection.manifest)
     for record in records:
-        check_fit(record, layers, selection.manifest.name)
+        check_fit(record, layers, f"release {selection.manifest.name}")
     return records
 
 

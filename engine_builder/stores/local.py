@@ -120,6 +120,14 @@ class WritableLocalStore(LocalStore):
         if not self._create(adapter_key(record.name), record.to_json()):
             raise adapter_exists(self.read_adapter(record.name), record)
 
+    def delete_adapter(self, name: str) -> None:
+        self.read_adapter(name)
+        try:
+            (self.root / adapter_key(name)).unlink(missing_ok=True)
+        except OSError as error:
+            cause = error.strerror or str(error)
+            raise StoreError(f"Adapter {name} cannot be deleted ({self.url}): {cause}.", "Make it writable.") from error
+
     def _create(self, key: str, data: bytes) -> bool:
         """Write a file that must not exist. Returns False if it does: exactly one of two racing writers wins."""
         target = self.root / key

@@ -13,7 +13,7 @@ from engine_builder.stores.s3_uploads import BytesSource, WritableBucket
 from engine_builder.stores.writing import adapter_exists, checked_json, needs_refresh, record_key, release_exists
 from model.errors import StoreError
 from model.store.adapter_record import AdapterRecord
-from model.store.keys import BLOBS, adapter_key, blob_damaged, blob_missing, is_digest, release_key
+from model.store.keys import BLOBS, adapter_key, blob_damaged, blob_key, blob_missing, is_digest, release_key
 from model.store.manifest import Blob, Manifest
 from model.store.s3 import CONNECTIONS, S3Store
 
@@ -86,7 +86,7 @@ class WritableS3Store(S3Store):
         head = self._writable.head(digest)
         if head is None or head["LastModified"].timestamp() > unless_changed_after:
             return False
-        self._writable.delete(digest)
+        self._writable.delete(blob_key(digest), f"Blob {digest[:12]}")
         return True
 
     def delete_unfinished(self, begun_before: float) -> int:
@@ -106,6 +106,10 @@ class WritableS3Store(S3Store):
         self._check_lengths(record.blobs)
         if not self._writable.create_small(adapter_key(record.name), record.to_json(), f"Adapter {record.name}"):
             raise adapter_exists(self.read_adapter(record.name), record)
+
+    def delete_adapter(self, name: str) -> None:
+        self.read_adapter(name)
+        self._writable.delete(adapter_key(name), f"Adapter {name}")
 
     def _check_lengths(self, blobs: Sequence[Blob]) -> None:
         """Raise CorruptBlob unless the bucket has all of these blobs with their lengths."""

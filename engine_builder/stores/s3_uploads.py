@@ -90,9 +90,10 @@ class WritableBucket(Bucket):
         else:
             self._put_parts(digest, source, name)
 
-    def delete(self, digest: str) -> None:
-        with self._requesting(f"Blob {digest[:12]}"):
-            self.client.delete_object(Bucket=self.name, Key=self._key(blob_key(digest)))
+    def delete(self, key: str, what: str) -> None:
+        """Delete an object. `what`: in messages."""
+        with self._requesting(what):
+            self.client.delete_object(Bucket=self.name, Key=self._key(key))
 
     def _put_whole(self, digest: str, data: bytes, source: str) -> None:
         if hashlib.sha256(data).hexdigest() != digest:

@@ -38,6 +38,9 @@ class WritableStore(Store, Protocol):
     def write_adapter(self, record: AdapterRecord) -> None:
         """Write the record of an adapter. Raises AdapterExists, or CorruptBlob for a missing or damaged blob."""
 
+    def delete_adapter(self, name: str) -> None:
+        """Delete the record of an adapter. Its blobs stay until `preheat gc`. Raises AdapterNotFound or StoreError."""
+
     def read_record(self, kind: str, name: str) -> bytes | None:
         """Return a record, or None.
 

@@ -8,7 +8,7 @@ import logging
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import MappingProxyType
 
@@ -18,7 +18,7 @@ from model.adapters.changes import AdapterChanges, Change
 from model.adapters.layers import AdapterSet, Layer, Scale
 from model.adapters.merge import AdaptableWeights
 from model.adapters.packing import Packing, can_pack
-from model.errors import AdapterError, PreheatError
+from model.errors import AdapterError, PreheatError, RequestRefused
 from model.store.adapter_forms import element_count, stored_shape
 from model.store.adapter_record import AdapterRecord
 from model.store.store import Store
@@ -28,7 +28,7 @@ logger = logging.getLogger("preheat")
 
 
 class AdapterLibrary:
-    """`merge` runs on the thread of all device work. Other threads may call `prepare` and read `cached_count`."""
+    """`merge` runs on the thread of all device work. Other threads may call `prepare` and `add`."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class AdapterLibrary:
         layers: Mapping[str, Layer] = MappingProxyType({}),
         packing: Packing | None = None,
     ) -> None:
-        """`records`: the offered adapters. `weights`: None while the model's are not on the device.
+        """`records`: the adapters that requests may name. `weights`: None while the model's are not on the device.
 
         `cache_bytes`: of factors on the device, in float32. `layers`: the model's.
 
@@ -52,8 +52,10 @@ class AdapterLibrary:
         self.on_loaded: Callable[[], None] = lambda: None
         """Called on a thread of its own when an adapter was loaded, or failed to load."""
         self._store, self._device, self._cache_bytes = store, device, cache_bytes
-        self._records = {record.name: record for record in records}
-        self._sizes = {record.name: _device_bytes(record) for record in records}
+        self._records: dict[str, AdapterRecord] = {}
+        self._sizes: dict[str, int] = {}
+        self._misfits: dict[str, str] = {}  # why adapters that were added do not fit
+        self._learn(records)
         self.weights = weights
         self._lock = threading.Lock()  # guards the next three
         self._loaded: OrderedDict[str, AdapterChanges] = OrderedDict()  # the least recently used first
@@ -73,14 +75,36 @@ class AdapterLibrary:
             self.packing,
         )
 
+    def add(self, records: Sequence[AdapterRecord]) -> None:
+        """Let requests name further adapters. Any thread may call it."""
+        for record in records:
+            if record.name not in self._records:
+                try:
+                    check_fit(record, self.layers, "this model")
+                except AdapterError as error:
+                    self._misfits[record.name] = error.args[0]
+                self._learn([record])
+
+    def check(self, adapters: AdapterSet) -> None:
+        """Raise RequestRefused if one of these adapters does not fit the model."""
+        for name, _ in adapters:
+            if name in self._misfits:
+                raise RequestRefused("loras", self._misfits[name])
+
+    def _learn(self, records: Iterable[AdapterRecord]) -> None:
+        for record in records:
+            self._sizes[record.name] = _device_bytes(record)
+            self._records[record.name] = record
+
     def use(self, weights: AdaptableWeights | None) -> None:
         """Change these weights from now on, into which no adapter is merged; None: no weights."""
         self.weights, self.active = weights, ()
 
     @property
-    def cached_count(self) -> int:
-        """The number of adapters whose factors are on the device."""
-        return len(self._loaded)
+    def on_device(self) -> tuple[str, ...]:
+        """The adapters whose factors are on the device. Any thread may read it."""
+        with self._lock:
+            return tuple(self._loaded)
 
     def prepare(self, groups: Sequence[Collection[str]]) -> None:
         """Start to load the adapters of `groups` that are not on the device, in order, as far as the limit allows.
@@ -153,7 +177,9 @@ class AdapterLibrary:
     def _load(self, name: str) -> None:
         try:
             with torch.inference_mode():
-                changes = load_changes(self._store, self._records[name], self._device)
+                record = self._records[name]
+                changes = load_changes(self._store, record, self._device)
+                self._store.unpin(record.blobs)
             with self._lock:
                 self._loaded[name] = changes
         except Exception as error:
@@ -203,16 +229,19 @@ def load_changes(store: Store, record: AdapterRecord, device: torch.device) -> A
     return changes
 
 
-def check_fit(record: AdapterRecord, layers: Mapping[str, Layer], release: str) -> list[Layer]:
-    """Return the layers of a release that an adapter changes. Raises AdapterError if it lacks one of them."""
+def check_fit(record: AdapterRecord, layers: Mapping[str, Layer], model: str) -> list[Layer]:
+    """Return the layers of a model that an adapter changes. `model`: in messages.
+
+    Raises AdapterError if the model lacks one of them.
+    """
     fitting = []
     for name, entry in record.layers.items():
         layer = layers.get(name)
         if layer is None or stored_shape(entry.shape) != stored_shape(layer.shape):
             has = "no such layer" if layer is None else f"{list(layer.shape)}"
             raise AdapterError(
-                f"Adapter {record.name} does not fit release {release}: it changes {name} of the shape "
-                f"{list(entry.shape)}, and the release has {has}.",
+                f"Adapter {record.name} does not fit {model}: it changes {name} of the shape {list(entry.shape)}, and "
+                f"the model has {has}.",
                 "Remove it from `loras` in the config, or serve a release of the model that it was trained for.",
             )
         fitting.append(layer)

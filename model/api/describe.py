@@ -17,6 +17,15 @@ from model.validation import (
 )
 
 
+class DescribedAdapter(TypedDict):
+    """An adapter that requests may name."""
+
+    name: str
+    bytes: int | None  # of its tensors; null: no request has named it yet
+    used: float | None  # seconds since 1970 of the last request that named it; null: none since the server's start
+    place: Literal["store", "host", "device"]  # the nearest place that has its tensors
+
+
 class Description(TypedDict):
     """The body of the answer to `describe`. A size is {"sizes": [[width, height]]} or {"min", "max", "multiple"}."""
 
@@ -34,7 +43,8 @@ class Description(TypedDict):
     samplers: list[str]  # accepted values of `scheduler`
     forecasts: dict[str, list[str]]  # by sampler the accepted values of `forecast`
     safety: Safety  # what happens with images that the safety checker flags; with "blank" there are no previews
-    loras: list[str]  # names of the adapters that this deployment offers
+    loras: list[str]  # names of the adapters that this deployment offers now
+    adapters: list[DescribedAdapter]  # the same adapters, in the same order
     controlnets: dict[str, int]  # by ControlNet the number of types of control images, 0 unless it is a Union network
     control_sizes: dict[str, dict[str, object]]  # by ControlNet the sizes at which it can be used
     ip_adapters: dict[str, int]  # by IP-Adapter the largest number of reference images
@@ -43,8 +53,8 @@ class Description(TypedDict):
     limits: dict[str, int]  # largest values of a request
 
 
-def describe(release: ServedRelease, names: Sequence[str]) -> Description:
-    """Return the description of a loaded release. `names`: of all releases of the deployment."""
+def describe(release: ServedRelease, names: Sequence[str], adapters: Sequence[DescribedAdapter]) -> Description:
+    """Return the description of a loaded release. `names`: of all releases. `adapters`: that requests may name."""
     served = release.served
     return {
         "status": "success",
@@ -61,7 +71,8 @@ def describe(release: ServedRelease, names: Sequence[str]) -> Description:
         "samplers": list(release.samplers),
         "forecasts": {name: ["off", *SPECS[name].forecasts] for name in release.samplers},
         "safety": served.safety,
-        "loras": list(served.loras),
+        "loras": [adapter["name"] for adapter in adapters],
+        "adapters": list(adapters),
         "controlnets": dict(served.controlnets),
         "control_sizes": {name: _sizes(sizes) for name, sizes in served.control_sizes.items()},
         "ip_adapters": {name: adapter.images for name, adapter in served.ip_adapters.items()},

@@ -151,7 +151,7 @@ def _resolve_loras(request: GenerationRequest, served: ServedModel, use_refiner:
     scales: dict[str, Scale] = {}
     for number, lora in enumerate(request.loras or ()):
         field = f"loras.{number}.name"
-        if lora.name not in served.loras:
+        if not served.may_have_adapter(lora.name):
             offered = f"one of {', '.join(served.loras)}" if served.loras else "no adapter: this deployment offers none"
             raise RequestRefused(field, f"got {format_value(lora.name)}, expected {offered}.")
         if lora.name in scales:

@@ -22,7 +22,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Scope
 
 from model import metrics
-from model.api.describe import describe
+from model.adapters.catalog import AdapterCatalog
+from model.api.describe import DescribedAdapter, describe
 from model.api.fair_queue import CLIENT_HEADER, SMALL_PRICE, PreparationQueues
 from model.api.images import read_images, reading_price
 from model.api.request import GenerationResponse, ImageResult
@@ -31,6 +32,7 @@ from model.api.shutdown import RETRY_SECONDS, wait_for_end
 from model.cold_start import ColdStart
 from model.errors import (
     AdapterError,
+    AdapterNotReady,
     BodyTooLarge,
     BodyTooSlow,
     BrokenImage,
@@ -48,10 +50,12 @@ from model.pipeline.params import GenerationParams
 from model.request_fields import GenerationRequest
 from model.scheduling.interface import JobScheduler, RequestJob
 from model.scheduling.job import GenerationResult, ImageEvent, StepEvent
+from model.store.adapter_record import AdapterRecord
 
 logger = logging.getLogger("preheat")
 
 HEARTBEAT_SECONDS = 1.0
+MAX_DESCRIBED = 1000  # adapters in a description
 CHARACTER_PRICE = 1000  # of a prompt, in pixels: the longest texts of eight masks take two seconds to tokenize
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 # Error -> HTTP status, and the name under which it is counted. 499: the client has left.
@@ -64,6 +68,7 @@ STATUS: dict[type[PreheatError], tuple[int, str]] = {
     Cancelled: (499, "cancelled"),
     BrokenImage: (500, "broken_image"),
     AdapterError: (500, "adapter"),
+    AdapterNotReady: (503, "adapter_not_ready"),
     ReleaseNotLoaded: (503, "release"),
     Unavailable: (503, "unavailable"),
     DeadlineExceeded: (504, "deadline"),
@@ -97,13 +102,16 @@ class Service:
         scheduler: JobScheduler[Any],
         cold_start: ColdStart,
         log_prompts: bool,
+        catalog: AdapterCatalog | None = None,
     ) -> None:
-        """`releases`: in the order of `scheduler`'s models."""
+        """`releases`: in the order of `scheduler`'s models. `catalog`: of the adapters that `loras` has patterns of."""
         self._releases = tuple(releases)
         self._names = [release.release for release in releases]
         self._scheduler = scheduler
         self._cold_start = cold_start
         self._log_prompts = log_prompts
+        self._catalog = catalog
+        self._adapters_used: dict[str, float] = {}
         self._queues = PreparationQueues(metrics.observe_preparation)
         self._watchers: set[Watcher] = set()
 
@@ -117,7 +125,8 @@ class Service:
             return self._error_response(context, error)
         release = context.release = self._releases[model]
         if request.describe:
-            return JSONResponse(describe(release, self._names), headers=headers)
+            described = describe(release, self._names, await self._describe_adapters(release.served))
+            return JSONResponse(described, headers=headers)
         events: asyncio.Queue[StepEvent | ImageEvent | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -125,12 +134,14 @@ class Service:
             loop.call_soon_threadsafe(events.put_nowait, event)
 
         watcher = self._watch(http)
+        adapters: list[AdapterRecord] = []
 
         def submit(params: GenerationParams) -> RequestJob:
             """Pass the request to the scheduler, which reads its prompts. Any thread may call it."""
             context.is_submitted = True
             preview_every = request.preview_every if request.stream else 0
-            job: RequestJob = self._scheduler.submit(params, emit if request.stream else None, preview_every, model)
+            listener = emit if request.stream else None
+            job: RequestJob = self._scheduler.submit(params, listener, preview_every, model, adapters)
             job.result.add_done_callback(lambda _: emit(None))
             job.result.add_done_callback(lambda _: loop.call_soon_threadsafe(watcher.cancel))
             # If the watcher has ended meanwhile, or was cancelled with the answer, this cancels the job.
@@ -140,6 +151,7 @@ class Service:
         client = http.headers.get(CLIENT_HEADER, "")
         try:
             context.params = await self._unless_ended(self._resolve(request, release.served, client), watcher)
+            adapters += await self._unless_ended(self._find_adapters(context.params, release.served), watcher)
             job = await self._unless_ended(self._submit(context.params, client, submit), watcher)
         except BaseException as error:
             if not watcher.cancel() and not context.is_submitted:  # otherwise the scheduler counts it
@@ -194,6 +206,30 @@ class Service:
         parts = [(part.price, part.decode) for part in undecoded.parts]
         queue = self._queues.images(max((price for price, _ in parts), default=0))
         return undecoded.params_with(await queue.run(client, parts))
+
+    async def _find_adapters(self, params: GenerationParams, served: ServedModel) -> list[AdapterRecord]:
+        """Return the adapters of a request that the scheduler does not have since its start."""
+        names = [name for name, _ in params.loras]
+        new = [name for name in names if not served.has_adapter(name)]
+        found = await self._catalog.find(new) if new and self._catalog is not None else []
+        self._adapters_used |= dict.fromkeys(names, time.time())
+        return found
+
+    async def _describe_adapters(self, served: ServedModel) -> list[DescribedAdapter]:
+        """Return the adapters that requests may name now: those of the configuration, then those of its patterns."""
+        sizes: dict[str, int | None] = dict(served.lora_bytes)
+        if self._catalog is not None:
+            sizes = await self._catalog.sizes() | sizes
+        on_device = self._scheduler.adapters_on_device
+        return [
+            {
+                "name": name,
+                "bytes": count,
+                "used": self._adapters_used.get(name),
+                "place": "device" if name in on_device else "store" if count is None else "host",
+            }
+            for name, count in sorted(sizes.items())[:MAX_DESCRIBED]
+        ]
 
     async def _submit(
         self, params: GenerationParams, client: str, submit: Callable[[GenerationParams], RequestJob]

@@ -8,7 +8,7 @@ from model.adapters.layers import COMPONENTS, find_layers
 from model.adapters.library import AdapterLibrary, check_fit
 from model.adapters.merge import AdaptableWeights, Weights, copied_bytes
 from model.adapters.packing import make_packing, rank_of
-from model.deployment import Deployment
+from model.deployment import Deployment, ServedAdapters
 from model.errors import AdapterError, OutOfDeviceMemory
 from model.loading.memory import free_host_memory
 from model.loading.select import Selection
@@ -22,7 +22,7 @@ _RESERVED_BYTES = 12 * 2**30  # of a GPU's memory, for the steps' activations an
 
 
 def read_adapters(store: Store, deployment: Deployment, selection: Selection) -> list[AdapterRecord]:
-    """Read the records of a deployment's adapters, and check their signatures.
+    """Read the records of a deployment's adapters that have no patterns, and check their signatures.
 
     Weights in 8 bits are quantized again after a merge, from those that they were quantized from. Most changes are
     smaller than the rounding of 8 bits, and would be lost if they were added to rounded weights. Raises
@@ -39,7 +39,7 @@ def read_adapters(store: Store, deployment: Deployment, selection: Selection) ->
             "Adapters are not merged into weights in int8.",
             "Set another `precision`, or remove `loras` from the config.",
         )
-    records = [store.read_adapter(name) for name in dict.fromkeys(names)]
+    records = [store.read_adapter(name) for name in deployment.adapters.fixed]
     for record in records:
         check_signature(record, deployment.public_keys)
     if names and (served := selection.weights[UNET][0].precision).is_quantized and selection.unquantized is None:
@@ -59,10 +59,12 @@ def open_library(
     originals: Mapping[str, torch.Tensor] | None,
     release: str,
     device: torch.device,
-    cache_bytes: int,
+    adapters: ServedAdapters,
     lora_down: int = 0,
 ) -> AdapterLibrary:
     """Copy the weights that the adapters change, and return the library.
+
+    With patterns, all weights that an adapter may change are copied.
 
     `originals`: the UNet's weights in 16 bits or more, if the served ones have 8. The copies stay on the GPU if its
     memory suffices, otherwise in host memory. `lora_down`: elements of this input of the UNet that takes adapters as
@@ -76,7 +78,9 @@ def open_library(
         if name in weights
     }
     layers = find_layers(shapes)
-    changed = {layer.name: layer for record in records for layer in check_fit(record, layers, release)}
+    changed = {layer.name: layer for record in records for layer in check_fit(record, layers, f"release {release}")}
+    if adapters.patterns:
+        changed = layers
     needed = copied_bytes(weights, changed.values())
     on_host = False
     if device.type == "cuda":
@@ -89,4 +93,4 @@ def open_library(
         )
     adaptable = AdaptableWeights(weights, changed.values(), {UNET: originals} if originals else None, on_host)
     packing = make_packing(layers, rank_of(layers, lora_down)) if lora_down else None
-    return AdapterLibrary(store, records, adaptable, device, cache_bytes, layers, packing)
+    return AdapterLibrary(store, records, adaptable, device, adapters.cache_bytes, layers, packing)

@@ -126,12 +126,13 @@ def resolve(store: Store, deployment: Deployment, targets: Sequence[Target]) -> 
     served = served_model(selection, deployment)
     unet = selection.engines[FAMILIES[manifest.family].base.unet][0]
     selection = selection.only(deployment.components)
+    adapters = read_adapters(store, deployment, selection)
     return Resolved(
         deployment,
         selection,
-        served,
+        replace(served, lora_bytes={record.name: record.total_bytes for record in adapters}),
         unet,
-        read_adapters(store, deployment, selection),
+        adapters,
         {name: schedule_from_dict(entries) for name, entries in manifest.schedulers.items()},
     )
 
@@ -177,7 +178,7 @@ def load(
                 for name, records in selection.weights.items()
             }
         library: AdapterLibrary | None = None
-        if resolved.adapters:
+        if deployment.adapters.names:
             with cold_start.phase("adapters"):
                 originals = _in_layout(cache.load(unquantized), unquantized) if unquantized else None
                 library = open_library(
@@ -187,7 +188,7 @@ def load(
                     originals,
                     release,
                     device,
-                    deployment.adapters.cache_bytes,
+                    deployment.adapters,
                     _lora_down(selection),
                 )
                 served = replace(served, unet_blocks=unet_blocks(library.layers))

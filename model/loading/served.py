@@ -3,12 +3,13 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 from pydantic import ValidationError
 
 from model.denoising.sampler_specs import check_forecast, check_guidance, check_refiner, check_steps, sampler_spec
-from model.deployment import Deployment
+from model.deployment import Deployment, is_pattern
 from model.engines.signatures import clip_skip_columns, control_types, image_slots
 from model.errors import ManifestError, NoEngineForTarget, RequestRefused
 from model.loading.select import Selection
@@ -135,7 +136,9 @@ class ServedModel:
     safety: Safety = "off"
     """The treatment of images that the safety checker flags."""
     loras: tuple[str, ...] = ()
-    """The names of the adapters that requests may use."""
+    """The names of the adapters that requests may use, and patterns of names."""
+    lora_bytes: Mapping[str, int] = field(default_factory=dict)
+    """The bytes of the adapters whose names are no patterns."""
     unet_blocks: Mapping[str, int] = field(default_factory=dict)
     """The resnets of each block of the UNet that adapters change."""
     controlnets: Mapping[str, int] = field(default_factory=dict)
@@ -146,6 +149,14 @@ class ServedModel:
     """The IP-Adapters by name."""
     ip_adapter_sizes: Sizes | None = None
     """The sizes at which IP-Adapters can be used; None without IP-Adapters."""
+
+    def has_adapter(self, name: str) -> bool:
+        """True for an adapter that the server has known since its start."""
+        return name in self.loras and not is_pattern(name)
+
+    def may_have_adapter(self, name: str) -> bool:
+        """True for an adapter that requests may name, if the store has it."""
+        return self.has_adapter(name) or any(is_pattern(entry) and fnmatchcase(name, entry) for entry in self.loras)
 
     @property
     def warmed_sizes(self) -> tuple[tuple[int, int], ...]:

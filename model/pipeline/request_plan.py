@@ -186,8 +186,13 @@ def plan_request(model: LoadedModel, params: GenerationParams) -> RequestPlan:
 
 
 def _adapter_use(model: LoadedModel, params: GenerationParams) -> AdapterUse:
-    """Return the adapters as inputs of the UNet, if it takes them with the other conditions, or as merged ones."""
+    """Return the adapters as inputs of the UNet, if it takes them with the other conditions, or as merged ones.
+
+    Raises RequestRefused for an adapter that does not fit the model.
+    """
     needs = {LORA} | ({CONTROL} if params.controls else set()) | ({IMAGE_PROMPT} if params.image_prompts else set())
+    if model.adapters is not None:
+        model.adapters.check(params.loras)
     packed = model.adapters is not None and model.adapters.can_pack(params.loras)
     packed = packed and model.denoiser(model.family.base.unet, params.height, params.width).covers(frozenset(needs))
     return AdapterUse((), params.loras) if packed else AdapterUse(params.loras, ())

@@ -1,6 +1,6 @@
 """What a server uses of the scheduler of its engines, whether they are in its own process or in workers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
@@ -8,6 +8,7 @@ from model.errors import Overloaded, PreheatError
 from model.pipeline.params import GenerationParams
 from model.scheduling.job import GenerationResult, ImageEvent, StepEvent
 from model.settings import Limits
+from model.store.adapter_record import AdapterRecord
 
 Listener = Callable[[StepEvent | ImageEvent], None]
 
@@ -39,11 +40,17 @@ class JobScheduler(Protocol[JobType]):
     limits: Limits
 
     def submit(
-        self, params: GenerationParams, listener: Listener | None, preview_every: int, model: int = 0
+        self,
+        params: GenerationParams,
+        listener: Listener | None,
+        preview_every: int,
+        model: int = 0,
+        adapters: Sequence[AdapterRecord] = (),
     ) -> JobType:
         """Accept a request. `listener` is called on other threads. `preview_every`: steps between previews; 0: none.
 
-        model: the index of the release in the deployment.
+        model: the index of the release in the deployment. adapters: those of the request that were found since the
+        start.
 
         Raises Overloaded, Unavailable or RequestRefused.
         """
@@ -59,6 +66,11 @@ class JobScheduler(Protocol[JobType]):
 
     def healthy(self) -> bool:
         """True if requests can be generated."""
+        ...
+
+    @property
+    def adapters_on_device(self) -> frozenset[str]:
+        """The adapters whose factors are on a device."""
         ...
 
 

@@ -42,6 +42,7 @@ from model.scheduling.output_workers import OutputWorkers
 from model.scheduling.weight_slots import WeightSlots
 from model.scheduling.weight_turns import WeightTurns
 from model.settings import Limits
+from model.store.adapter_record import AdapterRecord
 
 logger = logging.getLogger("preheat")
 
@@ -120,9 +121,12 @@ class Scheduler:
         listener: Callable[[StepEvent | ImageEvent], None] | None = None,
         preview_every: int = 0,
         model: int = 0,
+        adapters: Sequence[AdapterRecord] = (),
         indices: Collection[int] | None = None,
     ) -> Job:
         """Accept a request. `model`: the index of its runner. `indices`: the images of it to generate; None: all.
+
+        `adapters`: see `JobScheduler`.
 
         Raises Overloaded if the queue has no room, Unavailable after a device failure, RequestRefused for a request
         that cannot be planned.
@@ -133,6 +137,8 @@ class Scheduler:
             self._queued_images += count
         try:
             runner = self.runners[model]
+            if adapters and runner.model.adapters is not None:
+                runner.model.adapters.add(adapters)
             job = Job(runner, runner.plan(params), listener, preview_every, indices)
         except BaseException:
             self._leave_queue(count)
@@ -288,6 +294,12 @@ class Scheduler:
     def _can_admit(self) -> bool:
         """True if a job waits for more than the load of its adapters or of a release."""
         return not all(self._turns.blocked(job.runner) for job in self._waiting)
+
+    @property
+    def adapters_on_device(self) -> frozenset[str]:
+        """The adapters whose factors are on the device. Any thread may read it."""
+        libraries = [runner.model.adapters for runner in self.runners]
+        return frozenset(name for library in libraries if library is not None for name in library.on_device)
 
     @property
     def resident(self) -> tuple[int, ...]:

@@ -76,4 +76,4 @@ class WeightTurns:
     def _count_merge(self, seconds: float) -> None:
         metrics.ADAPTER_MERGES.inc()
         metrics.ADAPTER_MERGE_SECONDS.observe(seconds)
-        metrics.ADAPTERS_CACHED.set(sum(library.cached_count for library in self._libraries))
+        metrics.ADAPTERS_CACHED.set(sum(len(library.on_device) for library in self._libraries))

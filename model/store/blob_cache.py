@@ -10,8 +10,8 @@ One process fetches a blob and holds the lock of its partial file; the others wa
 which end with the process. So a killed process leaves nothing locked, and the next one keeps the complete parts.
 
 When space is needed, the least recently used files are deleted first, but no blob that a live process has pinned. A
-load pins each blob before it looks for it, and unpins it when it closes its store. By then it has copied the bytes, so
-blobs may be deleted.
+load pins each blob before it looks for it. Blobs are unpinned when they have been copied, at the latest when the store
+is closed, and may then be deleted.
 
 Nothing is flushed to the disk. Every reader verifies a blob, and fetches it again if a power failure damaged it.
 """
@@ -24,13 +24,14 @@ import stat
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 
 from model.errors import CorruptBlob, StoreError
 from model.store.local import LocalStore, fingerprint
+from model.store.manifest import Blob
 from model.store.sink import Sink
 
 RUNTIME_CACHES = "runtime-caches"
@@ -103,7 +104,7 @@ class BlobCache(LocalStore):
             with self._locked():
                 # Created and locked at once, so that no other process deletes it as the file of a dead process.
                 path = self._users / uuid.uuid4().hex
-                self._user = os.open(path, _CREATE | os.O_EXCL | os.O_APPEND, _LOCKED_FILE_MODE)
+                self._user = os.open(path, _CREATE | os.O_EXCL, _LOCKED_FILE_MODE)
                 fcntl.flock(self._user, fcntl.LOCK_EX)
         self._release = weakref.finalize(self, _unregister, self._user, path)
 
@@ -119,8 +120,16 @@ class BlobCache(LocalStore):
         with self._pinning:
             if digest not in self._pinned:
                 with self._as_store_error(), self._locked():
-                    os.write(self._user, f"{digest}\n".encode())
+                    os.pwrite(self._user, _line(digest).encode(), len(self._pinned) * len(_line(digest)))
                 self._pinned.add(digest)
+
+    def unpin(self, blobs: Iterable[Blob]) -> None:
+        """Let every process evict these blobs."""
+        with self._pinning, self._as_store_error(), self._locked():
+            self._pinned.difference_update(blob.sha256 for blob in blobs)
+            text = "".join(map(_line, self._pinned)).encode()
+            os.pwrite(self._user, text, 0)  # before the file is cut: a full disk has no space for what was cut off
+            os.ftruncate(self._user, len(text))
 
     def fetch_blob(self, digest: str, size: int, part_bytes: int, fill: Callable[[PartialBlob], None]) -> Path:
         """Return the verified file of a blob. `fill`: see `fetch_missing`."""
@@ -329,6 +338,10 @@ class BlobCache(LocalStore):
                 f"The cache {self.root} cannot be used: {error.strerror or error}.",
                 f"Make it a writable folder, {or_other}",
             ) from error
+
+
+def _line(digest: str) -> str:
+    return f"{digest}\n"
 
 
 def _unregister(handle: int, path: Path) -> None:

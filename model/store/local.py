@@ -117,6 +117,9 @@ class LocalStore:
         except FileMissing as error:
             raise blob_missing(digest, self.url) from error
 
+    def unpin(self, blobs: Iterable[Blob]) -> None:
+        """Do nothing: nothing is evicted from a folder."""
+
     def fetch(self, blobs: Iterable[Blob]) -> None:
         """Start reading the blobs into the page cache. Blobs are used in place, so nothing is copied."""
         for blob in blobs:
@@ -151,13 +154,19 @@ class LocalStore:
             with self._opened_entry(adapter_key(name), f"Adapter {name}") as file:
                 data = file.read(ADAPTER_LIMIT + 1)
         except FileMissing as error:
-            raise adapter_not_found(name, self.url, _list_if_readable(self.adapters)) from error
+            raise adapter_not_found(name, self.url, _list_if_readable(lambda: [*self.adapters()])) from error
         return parse_adapter(data, name)
 
-    def adapters(self) -> list[str]:
+    def adapters(self) -> dict[str, str]:
+        marks: dict[str, str] = {}
         with self._reading("The list of adapters"):
-            names = list_json(self.root / ADAPTERS)
-        return sorted(name for name in names if is_adapter_name(name))
+            for name in sorted(filter(is_adapter_name, list_json(self.root / ADAPTERS))):
+                try:
+                    status = (self.root / adapter_key(name)).stat()
+                except FileNotFoundError:  # it was removed meanwhile, or is a link to a missing file
+                    status = (self.root / adapter_key(name)).lstat()
+                marks[name] = f"{status.st_ino} {status.st_size} {status.st_mtime_ns}"
+        return marks
 
     @contextmanager
     def _opened_entry(self, key: str, what: str) -> Iterator[BufferedReader]:

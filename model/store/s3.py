@@ -100,6 +100,9 @@ class S3Store:
             for _ in pool.map(lambda blob: self.get(blob.sha256, blob.bytes), blobs):
                 pass
 
+    def unpin(self, blobs: Iterable[Blob]) -> None:
+        self._cache.unpin(blobs)
+
     def _fill(self, digest: str, partial: PartialBlob, sink: Sink) -> None:
         """Fetch the missing parts of a blob and verify it. After a wrong digest all parts are fetched once more."""
         for last in (False, True):
@@ -178,14 +181,17 @@ class S3Store:
     def read_adapter(self, name: str) -> AdapterRecord:
         data = self._bucket.read_small(adapter_key(name), f"Adapter {name}")
         if data is None:
-            raise adapter_not_found(name, self.url, self.adapters())
+            raise adapter_not_found(name, self.url, [*self.adapters()])
         return parse_adapter(data, name)
 
-    def adapters(self) -> list[str]:
+    def adapters(self) -> dict[str, str]:
         folder = f"{ADAPTERS}/"
-        keys = (key for key, _, _ in self._bucket.list_objects(folder) if key.endswith(".json"))
-        names = (key.removeprefix(folder).removesuffix(".json") for key in keys)
-        return sorted(name for name in names if is_adapter_name(name))
+        marks = {
+            key.removeprefix(folder).removesuffix(".json"): f"{size} {changed}"
+            for key, size, changed in self._bucket.list_objects(folder)
+            if key.endswith(".json")
+        }
+        return {name: marks[name] for name in sorted(marks) if is_adapter_name(name)}
 
 
 def split_url(url: str) -> tuple[str, str]:

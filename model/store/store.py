@@ -55,8 +55,14 @@ class Store(Protocol):
     def read_adapter(self, name: str) -> AdapterRecord:
         """Return the record of an adapter. Raises AdapterNotFound, AdapterError or StoreError."""
 
-    def adapters(self) -> list[str]:
-        """Return the names of all adapters, sorted. Raises StoreError."""
+    def adapters(self) -> dict[str, str]:
+        """Return the names of all adapters, sorted, each with a mark that changes when its record is written again.
+
+        Raises StoreError.
+        """
+
+    def unpin(self, blobs: Iterable[Blob]) -> None:
+        """Let this machine's cache evict blobs, which this process reads no more. Raises StoreError."""
 
 
 def open_store(url: str | Path, options: StoreOptions | None = None) -> Store:

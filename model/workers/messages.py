@@ -10,6 +10,7 @@ from model.loading.served import ServedRelease
 from model.pipeline.params import GenerationParams
 from model.scheduling.job import ImageEvent, StepEvent
 from model.settings import Settings
+from model.store.adapter_record import AdapterRecord
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 """The values of a metric's samples, by name and labels."""
@@ -27,7 +28,7 @@ class Start:
 class Submit:
     """To a worker: generate the images `indices` of a request.
 
-    model: see `JobScheduler`. streams: steps are reported.
+    model: see `JobScheduler`. streams: steps are reported. adapters: those of the request that the worker lacks.
     """
 
     number: int
@@ -36,6 +37,7 @@ class Submit:
     indices: tuple[int, ...]
     streams: bool
     preview_every: int
+    adapters: tuple[AdapterRecord, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class Status:
 
     seen: the number of the last request that it has received.
     queued: images that wait for a loop. images_ahead: by the number of each waiting request.
-    resident: the indices of the releases whose weights are on the device.
+    resident: the indices of the releases whose weights are on the device. adapters: those whose factors are there.
     counters, gauges: the samples of its metrics, by metric; empty: unchanged since the last status that has them.
     """
 
@@ -110,6 +112,7 @@ class Status:
     retry_after: int
     images_ahead: dict[int, int]
     resident: tuple[int, ...] = ()
+    adapters: frozenset[str] = frozenset()
     counters: dict[str, Samples] = field(default_factory=dict)
     gauges: dict[str, Samples] = field(default_factory=dict)
 

@@ -10,7 +10,7 @@ This module imports no torch, so that workers can be started before that import.
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from model.pipeline.params import GenerationParams
 from model.scheduling.interface import Listener, check_queue
 from model.scheduling.job import ImageEvent, StepEvent
 from model.settings import Settings, plain_secrets
+from model.store.adapter_record import AdapterRecord
 from model.workers.messages import (
     Cancel,
     Failed,
@@ -91,12 +92,17 @@ class WorkerPool:
     # -- JobScheduler -------------------------------------------------------------------------------------------------
 
     def submit(
-        self, params: GenerationParams, listener: Listener | None, preview_every: int, model: int = 0
+        self,
+        params: GenerationParams,
+        listener: Listener | None,
+        preview_every: int,
+        model: int = 0,
+        adapters: Sequence[AdapterRecord] = (),
     ) -> PoolJob:
         """See `JobScheduler`. What only a worker can refuse is the error of the job."""
         with self._lock:
             self.check_acceptable(params.num_images)
-            job = PoolJob(params, listener, preview_every, model)
+            job = PoolJob(params, listener, preview_every, model, adapters)
             self._give(job)
         return job
 
@@ -125,6 +131,12 @@ class WorkerPool:
         """True if at least one worker serves."""
         with self._lock:
             return bool(self._serving())
+
+    @property
+    def adapters_on_device(self) -> frozenset[str]:
+        """The adapters whose factors are on the device of some worker."""
+        with self._lock:
+            return frozenset().union(*(worker.status.adapters for worker in self._serving()))
 
     @property
     def pids(self) -> list[int]:
@@ -169,7 +181,10 @@ class WorkerPool:
         number = next(self._numbers)
         self._last_given[worker.number] = number
         worker.jobs[number] = job
-        worker.send(Submit(number, job.model, job.params, job.give(), job.listener is not None, job.preview_every))
+        new = tuple(record for record in job.adapters if (job.model, record.name) not in worker.adapters)
+        worker.adapters |= {(job.model, record.name) for record in new}
+        streams = job.listener is not None
+        worker.send(Submit(number, job.model, job.params, job.give(), streams, job.preview_every, new))
         return True
 
     def _retire(self, worker: Worker) -> None:

@@ -116,7 +116,7 @@ class Worker:
         listener = partial(self._emit, request.number, request.streams)
         try:
             job = self._scheduler.submit(
-                request.params, listener, request.preview_every, request.model, request.indices
+                request.params, listener, request.preview_every, request.model, request.adapters, request.indices
             )
         except Exception as error:
             self._sender.send(Failed(request.number, sendable(error)))
@@ -157,7 +157,8 @@ class Worker:
                 sent = time.monotonic()
             scheduler = self._scheduler
             health, queued, retry = scheduler.healthy(), scheduler.queued_images, scheduler.retry_after()
-            self._sender.send(Status(health, seen, queued, retry, ahead, scheduler.resident, counters, gauges))
+            resident, adapters = scheduler.resident, scheduler.adapters_on_device
+            self._sender.send(Status(health, seen, queued, retry, ahead, resident, adapters, counters, gauges))
             time.sleep(STATUS_SECONDS)
 
 

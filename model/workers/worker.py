@@ -3,7 +3,7 @@
 import os
 import subprocess
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import replace
@@ -15,6 +15,7 @@ from model.pipeline.params import GenerationParams
 from model.scheduling.interface import Listener
 from model.scheduling.job import GenerationResult, ImageEvent, StepEvent, assemble
 from model.settings import Settings
+from model.store.adapter_record import AdapterRecord
 from model.workers.channel import Sender
 from model.workers.messages import FromWorker, Start, Status
 
@@ -24,13 +25,21 @@ EXIT_SECONDS = 10.0  # in which a killed process ends, unless a driver holds it
 class PoolJob:
     """A request that workers generate. Implements `RequestJob`. The pool's lock guards what is not a future."""
 
-    def __init__(self, params: GenerationParams, listener: Listener | None, preview_every: int, model: int = 0) -> None:
+    def __init__(
+        self,
+        params: GenerationParams,
+        listener: Listener | None,
+        preview_every: int,
+        model: int = 0,
+        adapters: Sequence[AdapterRecord] = (),
+    ) -> None:
         self.result: Future[GenerationResult] = Future()
         self.planned: Future[None] = Future()
         self.params = params
         self.listener = listener
         self.preview_every = preview_every
         self.model = model
+        self.adapters = tuple(adapters)
         self.steps = 0
         self.images_ahead = 0
         self.attempts = 0  # workers that have had it
@@ -110,6 +119,7 @@ class Worker:
         self.ready = False
         self.jobs: dict[int, PoolJob] = {}  # by number
         self.status = Status(True, 0, 0, 1, {})  # the last one
+        self.adapters: set[tuple[int, str]] = set()  # those that it was sent, by release
         self.silent_seconds = 0.0  # since the last message
         self.unhealthy = 0  # statuses in a row that say so
         self.reason = ""  # why it was ended

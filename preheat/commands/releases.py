@@ -161,6 +161,19 @@ def add_lora(
     )
 
 
+def remove_lora(
+    name: Annotated[str, typer.Argument(help="Name of the adapter.")],
+    store: StoreOption = DEFAULT_STORE,
+    cache_dir: CacheOption = None,
+) -> None:
+    """Remove an adapter from a store. Servers whose `loras` has a pattern of its name refuse it some seconds later.
+
+    Requests that have begun finish. `preheat gc` deletes its tensors.
+    """
+    open_cli_store(store, cache_dir).delete_adapter(name)
+    say(f"Removed [bold]{plain(name)}[/].")
+
+
 def add_embedding(
     release: Annotated[str, typer.Argument(help="MODEL/VERSION, built with --embedding-rows.")],
     embeddings: Annotated[list[str], typer.Argument(help="TOKEN=FILE or TOKEN=FILE,FILE of each embedding.")],
@@ -193,7 +206,7 @@ def releases(
         _show_validation(opened_store, validation, out)
         return
     with activity(f"Reading {opened_store.url}"):
-        names, adapter_names = opened_store.releases(), opened_store.adapters()
+        names, adapter_names = opened_store.releases(), [*opened_store.adapters()]
         manifests = _read_each(opened_store.read_release, names)
         adapters = _read_each(opened_store.read_adapter, adapter_names)
     for manifest in manifests:

@@ -40,6 +40,13 @@ def serve(
     config: ConfigOption = DEMO_CONFIG,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port on 127.0.0.1.")] = 8080,
     cache_dir: CacheOption = None,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="An adapter of the store that requests may use, repeatable; style-* stands for all that begin with "
+            "style-, also later ones. Default: `loras` of the config."
+        ),
+    ] = None,
 ) -> None:
     """Run the real Truss server on this machine until it is interrupted.
 
@@ -51,7 +58,7 @@ def serve(
     for name in names:  # a missing release is refused before the server's files are laid out
         opened_store.read_release(name)
     listed = ", ".join(names)
-    with demo_run.serving(ROOT, config, SERVERS, opened_store.url, names, port) as server:
+    with demo_run.serving(ROOT, config, SERVERS, opened_store.url, names, port, loras=lora or ()) as server:
         with activity(f"Starting {listed}"):
             server.wait_ready(600)
         console.print(f"Serving [bold]{plain(listed)}[/] at {server.url}/v1/models/model:predict (Ctrl-C ends it)")

@@ -25,8 +25,11 @@ def serving(
     releases: Sequence[str],
     port: int | None = None,
     kept_log: Path | None = None,
+    loras: Sequence[str] = (),
 ) -> Iterator[Server]:
     """Run the real Truss server on 127.0.0.1, from a Docker context of `root`, serving releases.
+
+    `loras`: adapters, in place of those of the config.
 
     The context, the image's files and the log are written to a new folder under `work`. At the end the log is
     copied to the file `kept_log`, and the folder is deleted. Raises ConfigError, ServerFailed or FolderFailed.
@@ -42,6 +45,8 @@ def serving(
             "PREHEAT_RELEASE": "" if several else releases[0],
             "PREHEAT_RELEASES": ",".join(releases) if several else "",
         }
+        if loras:
+            environment["PREHEAT_LORAS"] = ",".join(loras)
         log = folder.path / "server.log"
         try:
             with Server(layout, environment=environment, port=port, log=log, inherited=(folder.lock,)) as server:

@@ -312,4 +312,4 @@ def test_commands_measure_a_release(store: Store, release: str, tmp_path: Path) 
     swaps = [row["case"].partition(": ")[2] for row in json.loads(out.read_text())[6:]]
     swapped = ["swap", "exchange", "restore", "three", "restore from three", "lora", "dora", "lokr", "restore from all"]
     assert swaps == [*swapped, "read"]
-    assert store.adapters() == []
+    assert store.adapters() == {}

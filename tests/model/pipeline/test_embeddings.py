@@ -256,7 +256,7 @@ def test_embeddings_of_an_adapter_are_added_with_it(
     save_file(bundle | {"bundle_emb.two words.clip_l": torch.zeros(1, 4)}, tmp_path / "style.safetensors")
     (folder / "adapters" / "style.json").unlink()
     assert "'two words' is not a token" in str(run("--embeddings", "worded/1").exception)
-    assert open_writable_store(folder).adapters() == []
+    assert open_writable_store(folder).adapters() == {}
 
 
 def test_a_comma_may_be_in_the_name_of_a_file(tmp_path: Path) -> None:

@@ -370,7 +370,7 @@ def test_fewer_sizes_limit_only_requests_that_use_them(fewer_sizes: Manifest, to
     warm_up(loaded)  # at a size that they have
     denoiser = model.denoiser(UNET, 256, 256)
     assert [variant.features for variant in denoiser.variants] == [frozenset()] and not denoiser.before
-    described = describe(loaded.summary, [loaded.release])
+    described = describe(loaded.summary, [loaded.release], [])
     assert described["ip_adapter_sizes"] == {"sizes": [[64, 64]]}
     assert described["control_sizes"]["edges"]["max"] == 128
     for params in (

@@ -169,7 +169,7 @@ def test_least_recently_used_adapter_leaves_the_device(small_cache: AdapterModel
         results(scheduler.submit(params(0, loras=loras)))
     scheduler.close()
     library.prepare([[]])
-    assert library.cached_count == 2
+    assert len(library.on_device) == 2
     names = {digest: name for name, digest in blobs.items()}
     assert [names[digest] for digest in small_cache.store.reads] == ["a", "b", "c", "b"]
 

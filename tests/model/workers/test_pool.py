@@ -41,7 +41,7 @@ class ScriptedWorker(Worker):
 
     def __init__(self, number: int, pid: int) -> None:
         self.number, self.ready, self.jobs, self.reason = number, False, {}, ""
-        self.moved = self.unhealthy = 0
+        self.moved, self.unhealthy, self.adapters = 0, 0, set[tuple[int, str]]()
         self.status, self.silent_seconds = Status(True, 0, 0, 1, {}), 0.0
         self.sent: list[Any] = []
         self._pid = pid
