@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 
+from model.adapters.catalog import AdapterCatalog
 from model.api.service import Service
 from model.cold_start import ColdStart
 from model.loading.load import Loaded
@@ -31,11 +32,15 @@ from tests.support.predictions import PREDICT_PATH, TIMEOUT_SECONDS
 
 @contextmanager
 def serve_in_process(
-    loaded: Loaded, limits: Limits | None = None, log_prompts: bool = False, stages: Sequence[Stage] = STAGES
+    loaded: Loaded,
+    limits: Limits | None = None,
+    log_prompts: bool = False,
+    stages: Sequence[Stage] = STAGES,
+    catalog: AdapterCatalog | None = None,
 ) -> Iterator[httpx.Client]:
     """Return a client of a server of this release."""
     scheduler = Scheduler([Runner(loaded.model, stages)], limits or Limits(), lambda: None)
-    service = Service([loaded.summary], scheduler, ColdStart(), log_prompts)
+    service = Service([loaded.summary], scheduler, ColdStart(), log_prompts, catalog)
 
     async def predict(http: Request) -> Response:
         try:

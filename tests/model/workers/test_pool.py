@@ -3,11 +3,13 @@
 import itertools
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
+from engine_builder.stores.local import WritableLocalStore
 from model.cold_start import ColdStart
 from model.errors import BrokenImage, Cancelled, EngineError, Overloaded, RequestRefused, Unavailable, WorkerFailed
 from model.loading.served import Defaults, ServedModel, ServedRelease, SizeList
@@ -28,6 +30,7 @@ from model.workers.messages import (
 )
 from model.workers.pool import MAX_ATTEMPTS, UNHEALTHY_STATUSES, WorkerPool
 from model.workers.worker import PoolJob, Worker
+from tests.support.adapter_model import put_adapter
 from tests.support.scheduling import params
 from tests.support.waiting import TIMEOUT_SECONDS, eventually
 
@@ -155,6 +158,17 @@ def test_a_request_goes_to_the_worker_that_has_its_release(scene: Scene) -> None
     assert [len(worker.requests) for worker in (first, second)] == [1, 2]
     scene.pool.submit(params(0), None, 0, model=0)
     assert [request.model for request in first.requests] == [1, 0]
+
+
+def test_a_worker_is_sent_an_adapter_once(scene: Scene, tmp_path: Path) -> None:
+    record = put_adapter(WritableLocalStore(tmp_path), "a", 1.0)
+    for _ in range(4):
+        scene.pool.submit(params(0), None, 0, adapters=[record])
+    for worker in scene.workers:
+        assert [request.adapters for request in worker.requests] == [(record,), ()]
+    scene.workers[0].end()
+    eventually(lambda: len(scene.workers[1].requests) == 4, "the requests of the other worker")
+    assert [request.adapters for request in scene.workers[1].requests] == [(record,), (), (), ()]
 
 
 def test_images_that_arrived_are_not_repeated(scene: Scene) -> None:
