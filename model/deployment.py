@@ -4,8 +4,9 @@ Imports neither torch nor numpy.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Annotated
 
 from pydantic import PlainSerializer, PlainValidator, TypeAdapter
@@ -117,6 +118,11 @@ class Deployment:
 def is_pattern(name: str) -> bool:
     """True for a pattern of adapters' names."""
     return "*" in name or "?" in name
+
+
+def fits_pattern(name: str, patterns: Iterable[str]) -> bool:
+    """True if an adapter's name fits one of these patterns, see `fnmatch`."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def resolve_releases(patterns: Sequence[str], store: Store) -> tuple[str, ...]:

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 from engine_builder.releases.mounts import Mount, files_of, find_mount
 from engine_builder.releases.runnable_targets import find_pinned_version, list_runnable_targets
 from engine_builder.truss_config import read_truss_config
-from model.deployment import Deployment, resolve_releases
+from model.deployment import Deployment, fits_pattern, resolve_releases
 from model.engines.tensorrt.libraries import LIBRARIES
-from model.errors import ConfigError, PreheatError, StoreError
+from model.errors import AdapterError, ConfigError, PreheatError, StoreError, UntrustedRelease
 from model.loading.alike import check_alike
 from model.loading.select import Selection, select
 from model.loading.served import ServedModel, SizeList, served_model
@@ -117,7 +117,7 @@ def _check_selections(
             continue
         selections.append(selection)
         served = check.attempt(partial(served_model, selection, deployment))
-        adapters = check.attempt(partial(_check_adapters, settings, deployment, selection)) or []
+        adapters = check.attempt(partial(_check_adapters, check, settings, deployment, selection)) or []
         files |= dict.fromkeys(files_of(manifest, adapters, selection.blobs()))
         if served is not None:
             described += _describe(selection, served, settings)
@@ -206,8 +206,13 @@ def _open_store(settings: Settings) -> Store:
     return open_store(settings.store, options)
 
 
-def _check_adapters(settings: Settings, deployment: Deployment, selection: Selection) -> Sequence[AdapterRecord]:
-    """Return the configured adapters. Raises what the load of a server would raise for them."""
+def _check_adapters(
+    check: DeploymentCheck, settings: Settings, deployment: Deployment, selection: Selection
+) -> Sequence[AdapterRecord]:
+    """Return the adapters that requests could name now. Raises what the load of a server would raise for them.
+
+    Those that fit a pattern and cannot be used are warnings.
+    """
     if not settings.loras:
         return ()
     from engine_builder.adapters.add import release_layers
@@ -219,6 +224,17 @@ def _check_adapters(settings: Settings, deployment: Deployment, selection: Selec
     layers = release_layers(store, selection.manifest)
     for record in records:
         check_fit(record, layers, f"release {selection.manifest.name}")
+    adapters = deployment.adapters
+    for name in store.adapters() if adapters.patterns else ():
+        if name not in adapters.fixed and fits_pattern(name, adapters.patterns):
+            try:
+                record = store.read_adapter(name)
+                check_signature(record, deployment.public_keys)
+                check_fit(record, layers, f"release {selection.manifest.name}")
+            except (AdapterError, UntrustedRelease) as error:
+                check.warnings.append(f"Requests for adapter {name} would be refused. {error.args[0]}")
+            else:
+                records.append(record)
     return records
 
 

@@ -15,11 +15,10 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 from model import metrics
-from model.deployment import Deployment
+from model.deployment import Deployment, fits_pattern
 from model.errors import (
     AdapterError,
     AdapterNotFound,
@@ -184,7 +183,7 @@ class AdapterCatalog:
         metrics.ADAPTER_LISTS.inc()
 
     def _is_offered(self, name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in self._patterns)
+        return fits_pattern(name, self._patterns)
 
     def _offered(self) -> list[str]:
         return sorted(filter(self._is_offered, self._marks))

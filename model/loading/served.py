@@ -3,13 +3,12 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any
 
 from pydantic import ValidationError
 
 from model.denoising.sampler_specs import check_forecast, check_guidance, check_refiner, check_steps, sampler_spec
-from model.deployment import Deployment, is_pattern
+from model.deployment import Deployment, fits_pattern, is_pattern
 from model.engines.signatures import clip_skip_columns, control_types, image_slots
 from model.errors import ManifestError, NoEngineForTarget, RequestRefused
 from model.loading.select import Selection
@@ -156,7 +155,7 @@ class ServedModel:
 
     def may_have_adapter(self, name: str) -> bool:
         """True for an adapter that requests may name, if the store has it."""
-        return self.has_adapter(name) or any(is_pattern(entry) and fnmatchcase(name, entry) for entry in self.loras)
+        return self.has_adapter(name) or fits_pattern(name, filter(is_pattern, self.loras))
 
     @property
     def warmed_sizes(self) -> tuple[tuple[int, int], ...]:

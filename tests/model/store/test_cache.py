@@ -11,6 +11,7 @@ import pytest
 
 from model.errors import CorruptBlob, StoreError
 from model.store.blob_cache import BlobCache, PartialBlob
+from model.store.manifest import Blob
 from tests.model.store.processes import finish, own_mounts, python
 from tests.support.cached_blobs import PART, Fill, blob_of, bytes_read, fetch, file_names, fill_with
 
@@ -236,6 +237,21 @@ def test_least_recently_used_is_evicted_first(root: Path) -> None:
     user.close()
     fetch(BlobCache(root, 35_000), "d")
     assert file_names(root) == {blob_of(letter)[0] for letter in "acd"}
+
+
+def test_unpinned_blobs_are_evicted(root: Path) -> None:
+    """The others stay pinned, also those that are pinned later."""
+    cache = BlobCache(root, 45_000)
+    for letter in "abc":
+        fetch(cache, letter)
+    cache.unpin([Blob(sha256=blob_of(letter)[0], bytes=10_000) for letter in "ab"])
+    fetch(cache, "d")
+    other = BlobCache(root, 45_000)
+    for letter in "ef":
+        fetch(other, letter)
+    assert file_names(root) == {blob_of(letter)[0] for letter in "cdef"}
+    with pytest.raises(StoreError):
+        fetch(other, "g")
 
 
 def test_pinned_blob_is_not_evicted(root: Path) -> None:

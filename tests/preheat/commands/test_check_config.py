@@ -454,6 +454,9 @@ def test_checks_the_adapters(store: WritableStore, release: str, tmp_path: Path)
     settings = {"store": own.url, "release": release}
     code, output = check(edited(tmp_path, CPU_DEMO, **settings, loras=["style"]))
     assert code == 0 and "adapters style" in output, output
+    code, output = check(edited(tmp_path, CPU_DEMO, **settings, loras=["s*", "?ther"]))
+    assert code == 0 and "Requests for adapter other would be refused. Adapter other does not fit" in output, output
+    assert "adapter style" not in output
     changes: Changes
     for changes, message in (
         ({"loras": ["missing"]}, "Adapter missing was not found in .* Available: other, style. .*add-lora"),
