@@ -1,9 +1,9 @@
 """The adapters of a store that requests may name: found, checked and fetched while the server runs.
 
 A name of the configuration is read when the server starts. A pattern stands for the names that the store has now. The
-store's list is read again when a request needs it: if it is `LIST_SECONDS` old, or lacks the name and is
-`NEW_NAME_SECONDS` old, but at most `MAX_LISTS` times a minute. So names that the store lacks cost few requests, and a
-removed adapter is not offered any more. Records are written once: one that replaces another is refused.
+store's list is read again when a request names an adapter: if the list is `LIST_SECONDS` old, or if it lacks the name,
+which happens at most `MAX_EARLY_LISTS` times a minute. So names that the store lacks cost few requests, and a removed
+adapter is not offered any more. Records are written once: one that replaces another is refused.
 
 Requests to the store run on threads of the catalog. Imports no torch: with workers, the server has no device.
 """
@@ -38,8 +38,7 @@ from model.validation import format_value
 logger = logging.getLogger("preheat")
 
 LIST_SECONDS = 10.0
-NEW_NAME_SECONDS = 1.0
-MAX_LISTS = 10  # a minute
+MAX_EARLY_LISTS = 4
 FAILURE_SECONDS = 60.0  # after which a record that could not be used is read again, though it is the same
 _MAX_NAMED = 20  # adapters in one message
 
@@ -74,7 +73,7 @@ class AdapterCatalog:
         self._failures: dict[str, _Failure] = {}
         self._marks: dict[str, str] = {}  # the store's list
         self._listed_at = -LIST_SECONDS
-        self._lists, self._reads = _Budget(MAX_LISTS, clock), _Budget(limits.lora_fetches_per_minute, clock)
+        self._early_lists, self._reads = _Budget(MAX_EARLY_LISTS, clock), _Budget(limits.lora_fetches_per_minute, clock)
         self._listing: asyncio.Task[None] | None = None
         self._fetching: dict[str, asyncio.Task[AdapterRecord]] = {}
         self._lister = ThreadPoolExecutor(1, thread_name_prefix="preheat-adapter-list")
@@ -101,14 +100,14 @@ class AdapterCatalog:
         If the store cannot be reached, the names are older than `find` lets them become.
         """
         try:
-            await self._refresh(LIST_SECONDS)
+            await self._refresh()
         except StoreError as error:
             logger.warning("The list of adapters is not up to date. %s", error)
         return {name: self._records[name].total_bytes if name in self._records else None for name in self._offered()}
 
     async def _find(self, name: str) -> AdapterRecord:
         try:
-            await self._refresh(LIST_SECONDS if name in self._marks else NEW_NAME_SECONDS)
+            await self._refresh(name)
         except StoreError as error:
             if name not in self._marks or name not in self._records:
                 raise AdapterNotReady(f"Adapter {name} cannot be looked up. {error}") from error
@@ -164,16 +163,17 @@ class AdapterCatalog:
         self._records[name], self._read_marks[name] = record, mark
         return record
 
-    async def _refresh(self, seconds: float) -> None:
-        """Read the store's list, unless it is younger than this, or was read too often. Raises StoreError."""
+    async def _refresh(self, name: str | None = None) -> None:
+        """Read the store's list if it is old, or lacks a name. Raises StoreError."""
         if self._listing is None:
-            if self._clock() - self._listed_at < seconds or not self._lists.has_room():
-                return
+            if self._clock() - self._listed_at < LIST_SECONDS:
+                if name is None or name in self._marks or not self._early_lists.has_room():
+                    return
+                self._early_lists.add()
             self._listing = _task(self._list())
         await asyncio.shield(self._listing)
 
     async def _list(self) -> None:
-        self._lists.add()
         began = self._clock()
         try:
             self._marks = await asyncio.get_running_loop().run_in_executor(self._lister, self._store.adapters)
