@@ -4,10 +4,11 @@ Unknown names are refused: a misspelled `public_key` would switch off the check 
 """
 
 import os
+import re
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
 
 from model.errors import ConfigError
 from model.store.manifest import Fp16Steps
@@ -74,7 +75,16 @@ def _name_off(value: Any) -> Any:
     return "off" if value is False else value
 
 
-AdapterPattern = Annotated[str, Field(pattern=r"^[A-Za-z0-9*?][A-Za-z0-9._*?-]{0,127}$")]
+def _check_adapter(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9*?][A-Za-z0-9._*?-]{0,127}", name):
+        raise refusal(
+            f"got {format_value(name)}, expected the name of an adapter (letters, digits, '.', '_' and '-'), or a "
+            "pattern with * and ?"
+        )
+    return name
+
+
+AdapterPattern = Annotated[str, AfterValidator(_check_adapter)]
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=True)]  # infinity switches a limit off
 

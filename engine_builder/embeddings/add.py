@@ -5,6 +5,7 @@ manifest has each token with its rows. Everything else is shared with the releas
 """
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -93,7 +94,7 @@ def open_embeddings(options: Sequence[str]) -> dict[str, EmbeddingFiles]:
     files: dict[str, EmbeddingFiles] = {}
     for text in options:
         token, _, value = text.partition("=")
-        paths = [value] if "\x00" not in value and Path(value).is_file() else value.split(",")
+        paths = [value] if os.path.isfile(value) else value.split(",")  # false for a name that no file can have
         if not all(paths) or not re.fullmatch(EMBEDDING_TOKEN, token):
             raise BadEmbedding(
                 f"{text!r:.100} is not TOKEN=FILE.", "Give a token without spaces, for example <cat>=cat.safetensors."

@@ -1,7 +1,9 @@
 """The description of a deployment: what `describe` of a request returns, for clients that offer choices."""
 
 from collections.abc import Sequence
-from typing import Literal, TypedDict
+from typing import Literal
+
+from typing_extensions import TypedDict  # pydantic, in the gateway, needs it for nested ones
 
 from model.denoising.sampler_specs import HEUN, LCM, SPECS
 from model.loading.served import ServedRelease, SizeRange, Sizes

@@ -126,7 +126,7 @@ def generate(
         print_warning(f"The key is sent to {endpoint.url} unencrypted. Use an https URL where others can listen.")
     if describe:
         with activity(f"Waiting for {endpoint.url}"):
-            named = {"model": request["model"]} if request["model"] is not None else {}
+            named = {"model": name} if (name := request.get("model")) is not None else {}
             described = call(endpoint, _DESCRIBE | named, timeout)
         print(json.dumps(described, indent=2))
         return

@@ -9,6 +9,7 @@ from rich.table import Table
 from gateway.endpoint import parse_endpoint
 from model.deployment import resolve_releases
 from model.errors import PreheatError
+from model.settings import read_settings
 from preheat.commands.build import run_build
 from preheat.commands.build_arguments import parse_plan
 from preheat.commands.generate import format_of, print_response, request_progress, suffix_of
@@ -53,9 +54,10 @@ def serve(
     Ctrl-C and SIGTERM let accepted requests finish within the grace period (PREHEAT_GRACE_SECONDS). A second Ctrl-C
     ends it, and a third one kills the server.
     """
+    read_settings({"loras": lora or []}, variables=())  # a wrong name is refused before the server's files are laid out
     opened_store = open_cli_store(store, cache_dir)
     names = resolve_releases(releases, opened_store)
-    for name in names:  # a missing release is refused before the server's files are laid out
+    for name in names:
         opened_store.read_release(name)
     listed = ", ".join(names)
     with demo_run.serving(ROOT, config, SERVERS, opened_store.url, names, port, loras=lora or ()) as server:

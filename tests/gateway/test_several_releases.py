@@ -14,6 +14,7 @@ from tests.support.scripted_gateway import ACCEPTED, DESCRIPTION, DONE, IMAGE, O
 from tests.support.scripted_server import Answer, ScriptedServer
 
 A, B, C, D = "a/1", "b/1", "c/1", "d/1"
+ADAPTER = {"name": "style", "bytes": 16, "used": None, "place": "host"}
 
 
 def serving(releases: list[str]) -> ScriptedServer:
@@ -24,7 +25,8 @@ def serving(releases: list[str]) -> ScriptedServer:
         if release not in releases:
             return Answer(400, b'{"error": "model: no", "kind": "refused", "field": "model"}')
         if request.get("describe"):
-            return Answer(200, json.dumps(DESCRIPTION | {"release": release, "models": releases}).encode())
+            description = DESCRIPTION | {"release": release, "models": releases, "adapters": [ADAPTER]}
+            return Answer(200, json.dumps(description).encode())
         return lines(ACCEPTED | {"release": release}, IMAGE, DONE | {"engine": {"release": release}})
 
     return ScriptedServer(answer)
@@ -55,6 +57,13 @@ def test_default_is_the_first_release_of_the_first_server(servers: tuple[list[st
         assert [served(url) for _ in servers] == [A for _ in servers]
         listed = httpx.get(f"{url}/v1/models", trust_env=False, timeout=60).json()["data"]
         assert [model["id"] for model in listed] == [A, B]
+
+
+def test_lists_the_adapters_of_each_server() -> None:
+    with gateway_of([A, B], [A]) as url:
+        found = httpx.get(f"{url}/v1/loras", trust_env=False, timeout=60).json()["data"]
+        assert [one["model"] for one in found] == [A, B, A] and len({one["server"] for one in found}) == 2
+        assert all(one.items() > ADAPTER.items() for one in found)
 
 
 def test_goes_to_another_server_when_one_has_left_a_release() -> None:

@@ -229,6 +229,19 @@ def test_adapter_is_copied_to_a_bucket_and_back(
     assert remote.read_adapter("style") == record
 
 
+def test_remove_lora_deletes_the_record(writable: WritableStore, file: Path, open_bucket: Opener) -> None:
+    record, _, _ = add_adapter(writable, "style", file)
+    remote = open_bucket()
+    copy_adapter(writable, remote, "style")
+    remote.delete_adapter("style")
+    result = CliRunner().invoke(cli.app, ["remove-lora", "style", "--store", writable.url])
+    assert result.exit_code == 0 and "Removed style" in result.output
+    for store in (writable, remote):
+        assert store.adapters() == {} and store.has(record.blobs[0].sha256)
+    with pytest.raises(AdapterNotFound, match="Adapter style was not found"):
+        writable.delete_adapter("style")
+
+
 def test_commands_list_verify_and_copy_adapters(writable: WritableStore, file: Path, tmp_path: Path) -> None:
     def run(*arguments: str) -> tuple[int, str]:
         result = CliRunner().invoke(cli.app, arguments)

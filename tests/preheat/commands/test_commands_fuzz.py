@@ -23,7 +23,7 @@ SEED = 20
 ENDLESS_FILE = "/dev/zero"  # the one process limits its memory, a process of its own does not
 SHORT_COMMANDS = ("generate", "releases")  # of the fast ones, in `make test`
 FAST_COMMANDS = (*SHORT_COMMANDS, "keygen", "publish", "add-embedding", "add-lora", "verify", "copy", "gc", "save")
-FAST_COMMANDS += ("plan-replicas", "serve", "gateway")
+FAST_COMMANDS += ("remove-lora", "plan-replicas", "serve", "gateway")
 Values = Sequence[str]
 
 
@@ -77,6 +77,7 @@ def odd_arguments(files: OddFiles) -> dict[str, tuple[Values, ...]]:
         **dict.fromkeys(("serve", "bench cold-start"), (unknown,)),
         **dict.fromkeys(("help", "triton-client", "generate"), (TEXTS,)),
         "add-lora": (NAMES, inputs),
+        "remove-lora": (NAMES,),
         "add-embedding": (NAMES, [*TEXTS, *(f"<x>={path}" for path in inputs)]),
         "check-config": ([*paths, *files.configs],),
         "report": ([*paths, f"{Path(files.json[0]).parent}"],),
@@ -99,7 +100,7 @@ DEFAULTS: dict[str, dict[str, str]] = {
 }
 """Options that every case of a command has; an odd value replaces a default."""
 OF_THE_GOOD_STORE = ("load", "publish", "verify", "add-lora", "add-embedding", "copy", "gc", "export-triton", "serve")
-OF_THE_GOOD_STORE += ("bench latency", "bench cold-start", "bench multi-gpu")
+OF_THE_GOOD_STORE += ("remove-lora", "bench latency", "bench cold-start", "bench multi-gpu")
 # Options that would take long, that end a command at once, or that would start it with valid values.
 SKIPPED = {"--help", "--grpc", "playground --store"}
 
