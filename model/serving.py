@@ -7,7 +7,7 @@ import atexit
 import gc
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from model import metrics
 from model.child_process import FAILED_EXIT_CODE, exit_soon
@@ -16,7 +16,7 @@ from model.deployment import Deployment
 from model.loading.load import Loaded
 from model.loading.releases import Releases, open_releases, slot_of
 from model.loading.runtimes import find_targets
-from model.loading.warmup import find_preview_map, step_measurement, warm_up
+from model.loading.warmup import find_preview_map, step_measurement, warm_up, warm_up_in_parts
 from model.pipeline.runner import Runner
 from model.scheduling.comparison import ImageComparison
 from model.scheduling.scheduler import Scheduler
@@ -119,10 +119,10 @@ class _SlotLoader:
         slot.model.step_times = first.step_times
         return slot
 
-    def begin(self, index: int, is_new: bool) -> None:
+    def begin(self, index: int, is_new: bool) -> Iterator[None]:
         one, runner = self._loaded[index], self._runners[index]
         if is_new:
-            runner.preview_map = warm_up(one)
+            runner.preview_map = yield from warm_up_in_parts(one)
             self._loaded[0].model.same_code.append(one.model.loops)
         elif runner.preview_map is None:
             runner.preview_map = find_preview_map(one.model, one.served)

@@ -1,10 +1,10 @@
 """A release in memory, as the pipeline uses it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,6 +26,7 @@ from model.pipeline.spec import Components, Family, controlnets_of
 from model.prompts.tokenizer import ClipTokenizer
 from model.store.manifest import Bucket, Fp16Steps, ModelFacts
 
+Result = TypeVar("Result")
 LoopKey = tuple[str, int, int]
 """The UNet of a loop, by name, and its height and width in pixels."""
 
@@ -150,12 +151,22 @@ class LoadedModel:
     def loop(self, unet: str, height: int, width: int) -> Loop:
         """Return the loop of a UNet at a size in pixels. It is made at first use, with its buffers and graphs."""
         key = (unet, height, width)
-        if key not in self.loops:
-            make = partial(make_loop, self, unet, height, width)
-            loop = self.loops[key] = make() if self.lead is None else self.lead(make, key)
-            known = scaled(self.step_times.get(unet, {}), loop.costs.options, height * width)
-            loop.costs.replace(known or self._benchmarks_of(key))
+        for _ in self.prepare_loop(key):
+            pass
         return self.loops[key]
+
+    def prepare_loop(self, key: LoopKey) -> Iterator[None]:
+        """Make a loop unless it exists. Yields after each of its graphs, if no other rank follows this process."""
+        if key in self.loops:
+            return
+        if self.lead is None:
+            loop = yield from make_loop_in_parts(self, *key)
+        else:
+            loop = self.lead(partial(make_loop, self, *key), key)
+        unet, height, width = key
+        known = scaled(self.step_times.get(unet, {}), loop.costs.options, height * width)
+        loop.costs.replace(known or self._benchmarks_of(key))
+        self.loops[key] = loop
 
     def _benchmarks_of(self, key: LoopKey) -> dict[Option, float]:
         """Return the seconds of the calls of a loop whose engines the release has benchmarks of."""
@@ -203,7 +214,26 @@ class LoadedModel:
 
 def make_loop(model: LoadedModel, unet: str, height: int, width: int, use_graphs: bool = True) -> Loop:
     """Make a loop for a UNet at a size in pixels: with CUDA graphs if its engines are static, otherwise op by op."""
+    return run_to_end(make_loop_in_parts(model, unet, height, width, use_graphs))
+
+
+def make_loop_in_parts(
+    model: LoadedModel, unet: str, height: int, width: int, use_graphs: bool = True
+) -> Generator[None, None, Loop]:
+    """Make a loop as `make_loop` does. Yields after each graph, and returns the loop."""
     denoiser = model.denoiser(unet, height, width)
     if use_graphs and model.device.type == "cuda" and denoiser.plain.engines.is_static(height, width):
-        return GraphLoop(denoiser, height, width, model.device)
+        loop = GraphLoop(denoiser, height, width, model.device)
+        yield from loop.capture()
+        return loop
     return EagerLoop(denoiser, height, width)
+
+
+def run_to_end(work: Generator[None, None, Result]) -> Result:
+    """Run all parts of some work, and return its result."""
+    try:
+        while True:
+            next(work)
+    except StopIteration as end:
+        result: Result = end.value
+        return result

@@ -17,7 +17,7 @@ releases, in order.
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -31,6 +31,8 @@ from model.scheduling.job import Job
 from model.weights.slot import WeightSlot
 
 logger = logging.getLogger("preheat")
+
+_END = object()
 
 
 @dataclass(eq=False)
@@ -64,18 +66,22 @@ class SlotLoader(Protocol):
     def fill(self, index: int, slot: Slot) -> None:
         """Replace a slot's weights by a release's. Called on a thread of its own. Raises PreheatError."""
 
-    def begin(self, index: int, is_new: bool) -> None:
-        """Run what must precede the first request of a release that is in a slot; is_new: the slot is new."""
+    def begin(self, index: int, is_new: bool) -> Iterator[None]:
+        """Return the work that must precede the first request of a release that is in a slot; is_new: the slot is new.
+
+        Images of other releases may be generated between its parts.
+        """
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Load:
-    """A release on its way into a slot; None: a new one."""
+    """A release that is being loaded into a slot; None: a new one. work: of `SlotLoader.begin`, once it has begun."""
 
     index: int
     slot: Slot | None
     result: "Future[Slot]"
     began: float
+    work: Iterator[None] | None = None
 
 
 class WeightSlots:
@@ -102,6 +108,7 @@ class WeightSlots:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="preheat-slots")
         for index in range(len(runners)):
             metrics.RELEASE_RESIDENT.labels(loader.name(index)).set(0)
+        self._attach(first, 0)
         self._enter(first, 0)
 
     @property
@@ -124,20 +131,25 @@ class WeightSlots:
         return slot is not None and (slot is not self._draining or job.joined_count > 0)
 
     @property
-    def blocked(self) -> bool:
-        """True if releases without a slot wait for a load to end."""
+    def is_loading(self) -> bool:
+        """True while a release is loaded, so that releases without a slot wait."""
         return self._load is not None
+
+    @property
+    def has_work(self) -> bool:
+        """True if the next `update` goes on with a load."""
+        return self._load is not None and self._load.result.done()
 
     def update(
         self, waiting: Sequence[Job], in_flight: Callable[[Runner], bool], blocked: Callable[[Runner], bool]
     ) -> list[tuple[Job, Exception]]:
-        """End and begin loads. `waiting`: in order of arrival.
+        """Go on with a load, or begin one. `waiting`: in order of arrival.
 
         in_flight, blocked: true for a release with images in flight, and for one in a slot whose requests all wait for
         adapters. Returns the jobs whose release could not be loaded, with the errors.
         """
         had_load = self._load is not None
-        failed = self._end_load(waiting)
+        failed = self._advance_load(waiting)
         jobs = [job for job in waiting if not job.done and all(job is not one for one, _ in failed)]
         asked, now = {job.runner for job in jobs if not blocked(job.runner)}, time.monotonic()
         for slot in self._slots:
@@ -199,25 +211,31 @@ class WeightSlots:
         self._load = _Load(index, slot, result, time.monotonic())
         result.add_done_callback(lambda _: self.wake())
 
-    def _end_load(self, waiting: Sequence[Job]) -> list[tuple[Job, Exception]]:
-        """Let a release whose load has ended into its slot. After an error, return the jobs that waited for it."""
+    def _advance_load(self, waiting: Sequence[Job]) -> list[tuple[Job, Exception]]:
+        """Run a part of what follows once the weights have arrived. Requests may begin after the last part.
+
+        After an error, return the jobs that waited for the release.
+        """
         load = self._load
         if load is None or not load.result.done():
             return []
-        self._load = None
-        if load.index in self._unopened:
-            self._unopened.remove(load.index)
-        name, kind = self._loader.name(load.index), "open" if load.slot is None else "fill"
         try:
             slot = load.result.result()
-            self._enter(slot, load.index)
-            if load.slot is None:
-                self._slots.append(slot)
-            elif slot.adaptable is not None:
-                slot.adaptable.renew()
-            self._loader.begin(load.index, is_new=load.slot is None)
+            if load.work is None:
+                self._attach(slot, load.index)
+                if load.slot is not None and slot.adaptable is not None:
+                    slot.adaptable.renew()
+                load.work = self._loader.begin(load.index, is_new=load.slot is None)
+            if next(load.work, _END) is not _END:
+                return []
         except Exception as error:
-            return self._fail(load, name, error, waiting)
+            self._end_load(load)
+            return self._fail(load, error, waiting)
+        self._end_load(load)
+        if load.slot is None:
+            self._slots.append(slot)
+        self._enter(slot, load.index)
+        name, kind = self._loader.name(load.index), "open" if load.slot is None else "fill"
         seconds = time.monotonic() - load.began
         metrics.RELEASE_LOADS.labels(kind).inc()
         metrics.RELEASE_LOAD_SECONDS.labels(kind).observe(seconds)
@@ -225,13 +243,17 @@ class WeightSlots:
         logger.info(json.dumps({**entry, "seconds": round(seconds, 3)}))
         return []
 
-    def _fail(self, load: _Load, name: str, error: Exception, waiting: Sequence[Job]) -> list[tuple[Job, Exception]]:
+    def _end_load(self, load: _Load) -> None:
+        self._load = None
+        if load.index in self._unopened:
+            self._unopened.remove(load.index)
+
+    def _fail(self, load: _Load, error: Exception, waiting: Sequence[Job]) -> list[tuple[Job, Exception]]:
+        name, runner = self._loader.name(load.index), self._runners[load.index]
         metrics.RELEASE_LOADS.labels("failed").inc()
-        for slot in [slot for slot in self._slots if slot.runner is self._runners[load.index]]:
-            self._leave(slot)
-            if load.slot is None:
-                self._slots.remove(slot)
-                self._runners[load.index].model.run_on(self._slots[0].model)  # frees the new engines
+        self._detach(runner)
+        if load.slot is None:
+            runner.model.run_on(self._slots[0].model)  # frees the new engines
         cause = str(error) if isinstance(error, PreheatError) else f"{type(error).__name__}: {error}"
         logger.error("%s cannot be loaded: %s", name, cause)
         if load.slot is None and not isinstance(error, StoreError):
@@ -240,20 +262,27 @@ class WeightSlots:
         # The scheduler asks the device after any other error.
         is_known = isinstance(error, PreheatError)
         failure = ReleaseNotLoaded(f"Release {name} cannot be loaded. {cause}", "") if is_known else error
-        return [(job, failure) for job in waiting if job.runner is self._runners[load.index]]
+        return [(job, failure) for job in waiting if job.runner is runner]
 
-    def _enter(self, slot: Slot, index: int) -> None:
+    def _attach(self, slot: Slot, index: int) -> None:
+        """Let a release use the engines and weights of a slot."""
         runner = self._runners[index]
         runner.model.run_on(slot.model)
         if runner.model.adapters is not None:
             runner.model.adapters.use(slot.adaptable)
-        slot.runner, slot.since = runner, time.monotonic()
+
+    def _detach(self, runner: Runner) -> None:
+        if runner.model.adapters is not None:
+            runner.model.adapters.use(None)
+
+    def _enter(self, slot: Slot, index: int) -> None:
+        """Let requests of a release begin, whose weights are in a slot."""
+        slot.runner, slot.since = self._runners[index], time.monotonic()
         metrics.RELEASE_RESIDENT.labels(self._loader.name(index)).set(1)
 
     def _leave(self, slot: Slot) -> None:
         if slot.runner is None:
             return
-        if slot.runner.model.adapters is not None:
-            slot.runner.model.adapters.use(None)
+        self._detach(slot.runner)
         metrics.RELEASE_RESIDENT.labels(self._loader.name(self._runners.index(slot.runner))).set(0)
         slot.runner = None

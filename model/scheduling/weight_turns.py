@@ -37,8 +37,13 @@ class WeightTurns:
 
     @property
     def is_loading(self) -> bool:
-        """True while a release is on its way to a slot."""
-        return self._slots is not None and self._slots.blocked
+        """True while a release is loaded into a slot."""
+        return self._slots is not None and self._slots.is_loading
+
+    @property
+    def has_work(self) -> bool:
+        """True if the next `update` goes on with a load."""
+        return self._slots is not None and self._slots.has_work
 
     def update(self, waiting: Sequence[Job], in_flight: Callable[[Runner], bool]) -> Iterator[tuple[Job, Exception]]:
         """Load releases, and merge adapters, whose turn it is. `waiting`: in order of arrival.

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 
+from model.cold_start import ColdStart, warm_up_part
 from model.cuda.probe import DeviceProbe
 from model.denoising.cover import Kind
 from model.engines.engine import EngineSet
 from model.errors import EngineError, OutOfDeviceMemory
 from model.loading.load import Loaded
 from model.loading.served import Defaults, ServedModel, SizeList, SizeRange
-from model.loading.warmup import step_measurement, warm_up
+from model.loading.warmup import step_measurement, warm_up, warm_up_in_parts
 from model.pipeline import spec
 from model.pipeline.loaded_model import LoadedModel
 from model.store.manifest import Bucket, Span
@@ -97,6 +98,23 @@ def test_makes_every_loop_and_runs_every_size(loaded: Loaded) -> None:
     with torch.inference_mode():
         warm_up(replace(loaded, served=replace(loaded.served, image_sizes=SizeList(((96, 64),)))))
     assert [inputs["pixels"].shape[-1] for inputs in encoder.seen] == [96]
+
+
+def test_other_work_may_run_between_two_parts(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not count as a part of the warm-up."""
+    now = 0.0
+    monkeypatch.setattr("model.cold_start.time.perf_counter", lambda: now)
+    cold_start, images = ColdStart(), list[int]()
+    with torch.inference_mode():
+        for _ in warm_up_in_parts(loaded, cold_start=cold_start):
+            images.append(len(stub(loaded.model, spec.VAE_DECODER).seen))
+            now += 1
+            with warm_up_part("of another model"):
+                now += 1
+    assert {1, 2} == {*images} and len(images) >= 4, "two images, and texts"
+    assert set(cold_start.phases.values()) == {0.0}
+    assert {"warm_up_image_64x64", "warm_up_image_96x64", "warm_up_texts", "warm_up_preview"} < cold_start.phases.keys()
+    assert "warm_up_of another model" not in cold_start.phases
 
 
 def test_a_size_that_is_not_warmed_up_is_made_by_its_first_request(loaded: Loaded) -> None:

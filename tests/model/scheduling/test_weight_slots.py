@@ -1,9 +1,10 @@
 """More releases than slots for their weights: which of them are on the device, and when."""
 
+import itertools
 import random
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 
@@ -55,7 +56,10 @@ def slot_of(model: LoadedModel) -> Slot:
 
 
 class Loader:
-    """Implements `SlotLoader`. `room`: further slots that can be opened. `fails`: errors of loads, by release."""
+    """Implements `SlotLoader`. `room`: further slots that can be opened. `fails`: errors of loads, by release.
+
+    `part`: runs in each part of the work that precedes the first request of a release; True: it was the last part.
+    """
 
     def __init__(self, count: int, room: int) -> None:
         self.models = [weighted_model(0.01 * (number + 1)) for number in range(count)]
@@ -65,6 +69,7 @@ class Loader:
         self.fails: dict[int, Exception] = {}
         self.loads: list[tuple[str, int]] = []
         self.begun: list[tuple[int, bool]] = []
+        self.part: Callable[[], bool] = lambda: True
         self.may_end = threading.Event()
         self.may_end.set()
 
@@ -84,7 +89,9 @@ class Loader:
         self._load("fill", index)
         slot.weights.tensors[KEY]["weight"].fill_(0.01 * (index + 1))
 
-    def begin(self, index: int, is_new: bool) -> None:
+    def begin(self, index: int, is_new: bool) -> Iterator[None]:
+        while not self.part():
+            yield
         self.begun.append((index, is_new))
 
     def _load(self, kind: str, index: int) -> None:
@@ -95,9 +102,9 @@ class Loader:
 
 
 @contextmanager
-def serving(loader: Loader, turn_seconds: float = 0.0, unasked: bool = False) -> Iterator[Scheduler]:
+def serving(loader: Loader, turn_seconds: float = 0.0, unasked: bool = False, **limits: float) -> Iterator[Scheduler]:
     slots = WeightSlots(loader.runners, loader, slot_of(loader.models[0]), turn_seconds=turn_seconds)
-    scheduler = Scheduler(loader.runners, Limits(max_queue=1000), lambda: None, slots=slots)
+    scheduler = Scheduler(loader.runners, Limits(max_queue=1000, **limits), lambda: None, slots=slots)
     if unasked:
         scheduler.call(slots.open_unasked)
     try:
@@ -158,6 +165,46 @@ def test_other_releases_go_on_during_a_load() -> None:
         assert not waiting.done
         loader.may_end.set()
         assert results(waiting)[0].images == alone(2, 1)
+
+
+def test_images_go_on_during_the_warm_up_of_a_slot() -> None:
+    """It takes longer than a step may take."""
+    loader, may_end, parts = Loader(2, room=1), threading.Event(), list[float]()
+
+    def part() -> bool:
+        time.sleep(0.02)
+        parts.append(time.monotonic())
+        return may_end.is_set()
+
+    loader.part = part
+    with serving(loader, stuck_seconds=1) as scheduler:
+        waiting = scheduler.submit(params(1), model=1)
+        eventually(lambda: len(parts) > 3, "the warm-up goes on without another request")
+        for seed in range(10):
+            before, [result] = len(parts), results(scheduler.submit(params(seed), model=0))
+            assert result.images == alone(0, seed) and len(parts) > before
+            assert scheduler.resident == (0,) and not waiting.done
+        eventually(lambda: parts[-1] - parts[0] > 1.5, "a warm-up of some length")
+        assert scheduler.healthy()
+        may_end.set()
+        assert results(waiting)[0].images == alone(1, 1)
+        assert (scheduler.resident, loader.begun) == ((0, 1), [(1, True)])
+
+
+def test_a_failed_warm_up_leaves_the_other_slots() -> None:
+    loader, parts = Loader(2, room=1), itertools.count()
+
+    def part() -> bool:
+        if next(parts) == 3:
+            raise OutOfDeviceMemory("No memory.")
+        return False
+
+    loader.part = part
+    with serving(loader) as scheduler:
+        waiting = scheduler.submit(params(1), model=1)
+        eventually(lambda: loader.loads[-1:] == [("fill", 1)], "the release in the slot that exists")
+        loader.part = lambda: True
+        assert results(waiting, scheduler.submit(params(2), model=0))[0].images == alone(1, 1)
 
 
 def test_a_release_that_is_always_asked_for_leaves_after_its_turn() -> None:
