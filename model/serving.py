@@ -111,7 +111,8 @@ class _SlotLoader:
 
     def __init__(self, releases: Releases, loaded: Sequence[Loaded], runners: Sequence[Runner]) -> None:
         self._loaded, self._runners = loaded, runners
-        self.name, self.has_room, self.fill = releases.name, releases.has_room, releases.fill
+        self.name, self.has_room = releases.name, releases.has_room
+        self.fetch, self.fill = releases.fetch, releases.fill
         self._open = releases.open
 
     def open(self, index: int) -> Slot:

@@ -122,6 +122,11 @@ class Releases:
         check_token_ids(selection, tokenizers, contents)
         return tokenizers
 
+    def fetch(self, index: int) -> None:
+        """Copy a release's weights onto this machine. Raises CorruptBlob or StoreError."""
+        blobs = [blob for record in self._resolved[index].streamed_weights() for blob in record.blobs]
+        self._store.fetch(blob for blob in blobs if blob.sha256 not in self._common)
+
     def fill(self, index: int, slot: Slot) -> None:
         """Replace a slot's weights by a release's. Nothing may use the slot meanwhile.
 

@@ -3,15 +3,16 @@
 A slot holds the weights of one release at fixed addresses, with engines and loops on them. Images of releases in slots
 are generated side by side. For a request of another release:
 
-1. A new slot is opened while the device has room.
-2. Otherwise its weights fill the slot that was used the longest time ago, if no image of that slot's release is in
+1. Its weights are fetched onto this machine, while all slots go on.
+2. A new slot is opened while the device has room.
+3. Otherwise its weights fill the slot that was used the longest time ago, if no image of that slot's release is in
    flight or waits. The other slots go on meanwhile.
-3. If images of all slots' releases run or wait, the slot whose weights arrived first is drained: after `turn_seconds`
+4. If images of all slots' releases run or wait, the slot whose weights arrived first is drained: after `turn_seconds`
    none of its requests begins any more, and those that have begun finish.
 
-So a request waits at most a turn, the time of the requests that have begun, and a load, for each release that is
-requested before it and has no slot. One load runs at a time. Without requests, new slots are opened for the remaining
-releases, in order.
+So a request waits at most for its fetch, and then a turn, the time of the requests that have begun, and a load, for
+each release that is fetched before it and has no slot. Fetches run side by side, but only one load. Without requests,
+new slots are opened for the remaining releases, in order.
 """
 
 import json
@@ -33,6 +34,7 @@ from model.weights.slot import WeightSlot
 logger = logging.getLogger("preheat")
 
 _END = object()
+_CONCURRENT_FETCHES = 4  # of releases, so that a slow one delays no other
 
 
 @dataclass(eq=False)
@@ -59,6 +61,9 @@ class SlotLoader(Protocol):
 
     def has_room(self) -> bool:
         """True if the device has the memory of another slot."""
+
+    def fetch(self, index: int) -> None:
+        """Copy a release's weights onto this machine. Called on a thread of its own. Raises PreheatError."""
 
     def open(self, index: int) -> Slot:
         """Load a release into a new slot. Called on a thread of its own. Raises PreheatError."""
@@ -100,12 +105,14 @@ class WeightSlots:
         self._runners, self._loader = tuple(runners), loader
         self._limit, self._turn_seconds = limit or len(runners), turn_seconds
         self._slots = [first]
+        self._fetches: dict[int, Future[None]] = {}  # by release: those that run, or have ended for a load
         self._load: _Load | None = None
         self._draining: Slot | None = None
         self._unopened = list(range(1, len(runners)))  # releases that have not been in a slot yet
         self._may_open = True
         self._opens_unasked = False
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="preheat-slots")
+        self._fetch_pool = ThreadPoolExecutor(_CONCURRENT_FETCHES, thread_name_prefix="preheat-fetches")
         for index in range(len(runners)):
             metrics.RELEASE_RESIDENT.labels(loader.name(index)).set(0)
         self._attach(first, 0)
@@ -132,8 +139,13 @@ class WeightSlots:
 
     @property
     def is_loading(self) -> bool:
-        """True while a release is loaded, so that releases without a slot wait."""
-        return self._load is not None
+        """True while a release is fetched or loaded."""
+        return self._load is not None or any(not fetch.done() for fetch in self._fetches.values())
+
+    def waits(self, runner: Runner) -> bool:
+        """True if a release without a slot waits for the end of its fetch or of a load."""
+        fetch = self._fetches.get(self._runners.index(runner))
+        return self._load is not None or (fetch is not None and not fetch.done())
 
     @property
     def has_work(self) -> bool:
@@ -149,27 +161,60 @@ class WeightSlots:
         adapters. Returns the jobs whose release could not be loaded, with the errors.
         """
         had_load = self._load is not None
-        failed = self._advance_load(waiting)
+        failed = [*self._advance_load(waiting), *self._end_failed_fetches(waiting)]
         jobs = [job for job in waiting if not job.done and all(job is not one for one, _ in failed)]
         asked, now = {job.runner for job in jobs if not blocked(job.runner)}, time.monotonic()
         for slot in self._slots:
             if slot.runner is not None and (slot.runner in asked or in_flight(slot.runner)):
                 slot.used = now
         self._draining = None
+        wanted: dict[int, Job] = {}  # by release, the first job
+        for job in jobs:
+            if not self.holds(job.runner):
+                wanted.setdefault(self._runners.index(job.runner), job)
+        missing = [*wanted] or self._next_unasked()
+        self._begin_fetches(missing)
         if self._load is not None:
             return failed
-        wanted = next((job for job in jobs if not self.holds(job.runner)), None)
-        if (wanted is not None or (self._opens_unasked and self._unopened)) and self._can_open():
-            index = self._unopened[0] if wanted is None else self._runners.index(wanted.runner)
+        index = next((index for index in missing if _has_succeeded(self._fetches[index])), None)
+        if index is None:
+            return failed
+        if self._can_open():
             self._begin_load(index, None)
-        elif wanted is not None and not had_load:  # first, requests of the release that has arrived begin
+        elif wanted and not had_load:  # first, requests of the release that has arrived begin
             begun = {job.runner for job in jobs if job.joined_count}
-            self._make_way(wanted, asked, lambda runner: runner in begun or in_flight(runner), now)
+            self._make_way(wanted[index], asked, lambda runner: runner in begun or in_flight(runner), now)
         return failed
 
     def close(self) -> None:
         """Wait for a load that has begun, and end its thread."""
         self._pool.shutdown(cancel_futures=True)
+        self._fetch_pool.shutdown(wait=False, cancel_futures=True)
+
+    def _next_unasked(self) -> list[int]:
+        """Return the next release for which a slot is opened without a request, or an empty list."""
+        first = self._unopened[:1] if self._opens_unasked and self._load is None else []
+        return first if first and (first[0] in self._fetches or self._can_open()) else []
+
+    def _begin_fetches(self, missing: Sequence[int]) -> None:
+        """Fetch the weights of releases that have no slot. Forget those that were fetched for nothing."""
+        loading = None if self._load is None else self._load.index
+        kept = {index: fetch for index, fetch in self._fetches.items() if index in missing or not fetch.done()}
+        for index in missing:
+            if index not in kept and index != loading:
+                kept[index] = self._fetch_pool.submit(self._loader.fetch, index)
+                kept[index].add_done_callback(lambda _: self.wake())
+        self._fetches = kept
+
+    def _end_failed_fetches(self, waiting: Sequence[Job]) -> list[tuple[Job, Exception]]:
+        """Return the jobs whose release could not be fetched, with the errors. The slots stay as they are."""
+        failed: list[tuple[Job, Exception]] = []
+        for index, fetch in list(self._fetches.items()):
+            if fetch.done() and (error := fetch.exception()) is not None:
+                assert isinstance(error, Exception)
+                del self._fetches[index]
+                failed += self._fail(index, error, waiting)
+        return failed
 
     def _can_open(self) -> bool:
         if self._may_open:
@@ -196,6 +241,7 @@ class WeightSlots:
 
     def _begin_load(self, index: int, slot: Slot | None) -> None:
         self._draining = None
+        del self._fetches[index]
         if slot is None:
             result = self._pool.submit(self._loader.open, index)
         else:
@@ -219,6 +265,7 @@ class WeightSlots:
         load = self._load
         if load is None or not load.result.done():
             return []
+        runner = self._runners[load.index]
         try:
             slot = load.result.result()
             if load.work is None:
@@ -229,9 +276,16 @@ class WeightSlots:
             if next(load.work, _END) is not _END:
                 return []
         except Exception as error:
-            self._end_load(load)
-            return self._fail(load, error, waiting)
-        self._end_load(load)
+            self._load = None
+            self._detach(runner)
+            if load.slot is None:
+                runner.model.run_on(self._slots[0].model)  # frees the new engines
+                # A slot that exists takes the release, and needs no memory and no file.
+                self._may_open = isinstance(error, StoreError)
+            return self._fail(load.index, error, waiting if load.slot or self._may_open else ())
+        self._load = None
+        if load.index in self._unopened:
+            self._unopened.remove(load.index)
         if load.slot is None:
             self._slots.append(slot)
         self._enter(slot, load.index)
@@ -243,22 +297,14 @@ class WeightSlots:
         logger.info(json.dumps({**entry, "seconds": round(seconds, 3)}))
         return []
 
-    def _end_load(self, load: _Load) -> None:
-        self._load = None
-        if load.index in self._unopened:
-            self._unopened.remove(load.index)
-
-    def _fail(self, load: _Load, error: Exception, waiting: Sequence[Job]) -> list[tuple[Job, Exception]]:
-        name, runner = self._loader.name(load.index), self._runners[load.index]
+    def _fail(self, index: int, error: Exception, waiting: Sequence[Job]) -> list[tuple[Job, Exception]]:
+        """Report a failure to fetch or load a release. Returns its jobs among `waiting`, with the error."""
+        name, runner = self._loader.name(index), self._runners[index]
         metrics.RELEASE_LOADS.labels("failed").inc()
-        self._detach(runner)
-        if load.slot is None:
-            runner.model.run_on(self._slots[0].model)  # frees the new engines
+        if index in self._unopened:
+            self._unopened.remove(index)
         cause = str(error) if isinstance(error, PreheatError) else f"{type(error).__name__}: {error}"
         logger.error("%s cannot be loaded: %s", name, cause)
-        if load.slot is None and not isinstance(error, StoreError):
-            self._may_open = False  # a slot that exists takes the release, and needs no memory and no file
-            return []
         # The scheduler asks the device after any other error.
         is_known = isinstance(error, PreheatError)
         failure = ReleaseNotLoaded(f"Release {name} cannot be loaded. {cause}", "") if is_known else error
@@ -286,3 +332,7 @@ class WeightSlots:
         self._detach(slot.runner)
         metrics.RELEASE_RESIDENT.labels(self._loader.name(self._runners.index(slot.runner))).set(0)
         slot.runner = None
+
+
+def _has_succeeded(fetch: "Future[None]") -> bool:
+    return fetch.done() and fetch.exception() is None

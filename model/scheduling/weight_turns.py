@@ -37,7 +37,7 @@ class WeightTurns:
 
     @property
     def is_loading(self) -> bool:
-        """True while a release is loaded into a slot."""
+        """True while a release is fetched, or loaded into a slot."""
         return self._slots is not None and self._slots.is_loading
 
     @property
@@ -66,7 +66,9 @@ class WeightTurns:
 
     def blocked(self, runner: Runner) -> bool:
         """True if all requests of a release wait for a load: of the release, or of adapters."""
-        return self._adapters[runner].blocked if self._holds(runner) else self.is_loading
+        if self._slots is None or self._slots.holds(runner):
+            return self._adapters[runner].blocked
+        return self._slots.waits(runner)
 
     def close(self) -> None:
         """End the threads that load, after a load that has begun."""

@@ -334,6 +334,8 @@ def test_a_swap_that_fails_harms_no_other_release(
     content = file.read_bytes()
     with start_server(layout, tmp_path, own, weight_slots=1) as server, http_client(server) as client:
         server.wait_ready(READY_SECONDS)
+        for name in ("style/1", "toy-sdxl/1"):
+            check_image(client, alone[name], model=name)
         file.unlink()
         if damage != "deleted":
             changed = content[:-1] + bytes([content[-1] ^ 1])
@@ -343,6 +345,9 @@ def test_a_swap_that_fails_harms_no_other_release(
             assert answer.status_code == 503 and "Release style/2 cannot be loaded." in answer.text, answer.text
             for name in ("toy-sdxl/1", "style/1"):
                 check_image(client, alone[name], model=name)
+        # A missing or cut file is found before a slot is given up.
+        fills = {"deleted": 5, "cut": 5, "changed": 6}
+        assert f'preheat_release_loads_total{{outcome="fill"}} {fills[damage]}' in client.get("/metrics/").text
         file.unlink(missing_ok=True)
         file.write_bytes(content)
         check_image(client, alone["style/2"], model="style/2")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from model.engines.engine import EngineSet
-from model.errors import CorruptBlob, EngineError, OutOfDeviceMemory, ReleaseNotLoaded
+from model.errors import CorruptBlob, EngineError, OutOfDeviceMemory, ReleaseNotLoaded, StoreError
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.runner import Runner
 from model.scheduling.job import Job
@@ -58,6 +58,8 @@ def slot_of(model: LoadedModel) -> Slot:
 class Loader:
     """Implements `SlotLoader`. `room`: further slots that can be opened. `fails`: errors of loads, by release.
 
+    `may_fetch`: lets fetches of a release end. `fetch_fails`: errors of fetches, by release.
+
     `part`: runs in each part of the work that precedes the first request of a release; True: it was the last part.
     """
 
@@ -69,6 +71,11 @@ class Loader:
         self.fails: dict[int, Exception] = {}
         self.loads: list[tuple[str, int]] = []
         self.begun: list[tuple[int, bool]] = []
+        self.may_fetch = [threading.Event() for _ in range(count)]
+        for event in self.may_fetch:
+            event.set()
+        self.fetch_fails: dict[int, Exception] = {}
+        self.fetches: list[int] = []
         self.part: Callable[[], bool] = lambda: True
         self.may_end = threading.Event()
         self.may_end.set()
@@ -78,6 +85,12 @@ class Loader:
 
     def has_room(self) -> bool:
         return self.room > 0
+
+    def fetch(self, index: int) -> None:
+        self.fetches.append(index)
+        assert self.may_fetch[index].wait(TIMEOUT_SECONDS)
+        if index in self.fetch_fails:
+            raise self.fetch_fails[index]
 
     def open(self, index: int) -> Slot:
         self._load("open", index)
@@ -110,7 +123,8 @@ def serving(loader: Loader, turn_seconds: float = 0.0, unasked: bool = False, **
     try:
         yield scheduler
     finally:
-        loader.may_end.set()
+        for event in (loader.may_end, *loader.may_fetch):
+            event.set()
         scheduler.close()
 
 
@@ -165,6 +179,47 @@ def test_other_releases_go_on_during_a_load() -> None:
         assert not waiting.done
         loader.may_end.set()
         assert results(waiting)[0].images == alone(2, 1)
+
+
+def test_no_slot_is_given_up_before_the_weights_are_fetched() -> None:
+    loader = Loader(3, room=0)
+    loader.may_fetch[1].clear()
+    with serving(loader) as scheduler:
+        waiting = scheduler.submit(params(1), model=1)
+        eventually(lambda: loader.fetches == [1], "the fetch")
+        for seed in range(5):
+            [result] = results(scheduler.submit(params(seed), model=0))
+            assert result.images == alone(0, seed) and scheduler.resident == (0,) and not loader.loads
+        assert results(scheduler.submit(params(2), model=2))[0].images == alone(2, 2), "delayed by another's fetch"
+        assert not waiting.done
+        loader.may_fetch[1].set()
+        assert results(waiting)[0].images == alone(1, 1)
+        assert loader.fetches == [1, 2] and loader.loads == [("fill", 2), ("fill", 1)]
+
+
+def test_a_failed_fetch_leaves_the_slots_as_they_are() -> None:
+    loader = Loader(2, room=0)
+    loader.fetch_fails[1] = StoreError("The bucket does not answer.")
+    with serving(loader) as scheduler:
+        with paused(scheduler):
+            failing = [scheduler.submit(params(seed), model=1) for seed in range(3)]
+            other = scheduler.submit(params(4), model=0)
+        for job in failing:
+            with pytest.raises(ReleaseNotLoaded, match="style/1 cannot be loaded. The bucket does not answer."):
+                job.result.result(TIMEOUT_SECONDS)
+        assert results(other)[0].images == alone(0, 4)
+        assert scheduler.resident == (0,) and not loader.loads
+        loader.fetch_fails.clear()
+        assert results(scheduler.submit(params(5), model=1))[0].images == alone(1, 5)
+
+
+def test_a_failed_fetch_without_a_request_is_not_repeated() -> None:
+    loader = Loader(3, room=2)
+    loader.fetch_fails[1] = StoreError("The bucket does not answer.")
+    with serving(loader, unasked=True) as scheduler:
+        eventually(lambda: scheduler.resident == (0, 2), "the slot of the other release")
+        results(scheduler.submit(params(0), model=0))
+        assert loader.fetches == [1, 2]
 
 
 def test_images_go_on_during_the_warm_up_of_a_slot() -> None:
