@@ -114,6 +114,7 @@ class _SlotLoader:
         self.name, self.has_room = releases.name, releases.has_room
         self.fetch, self.fill = releases.fetch, releases.fill
         self._open = releases.open
+        loaded[0].model.same_code.append(loaded[0].model.loops)  # its release may leave them
 
     def open(self, index: int) -> Slot:
         slot, first = slot_of(self._open(index)), self._loaded[0].model

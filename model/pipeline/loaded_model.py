@@ -57,8 +57,9 @@ class LoadedModel:
     """The adapters that requests may name; None: requests may name no adapters."""
     benchmarks: Mapping[tuple[str, bool, Bucket], float] = field(default_factory=dict)
     """The release's benchmarks in seconds, by the engine's component, whether it is quantized, and its bucket."""
-    step_times: dict[str, dict[tuple[int, bool], dict[int, float]]] = field(default_factory=dict)
-    """By UNet, and by variant and whether it is paired: batch entries times pixels of a call -> measured seconds."""
+    step_times: dict[str | LoopKey, dict[tuple[int, bool], dict[int, float]]] = field(default_factory=dict)
+    """By UNet or loop, and by variant and whether it is paired: batch entries times pixels of a call -> measured
+    seconds."""
     same_code: list[dict[LoopKey, Loop]] = field(default_factory=list)
     """Loops of other weights. Their calls take as long as the calls of `loops`."""
     ranks: Ranks = ALONE
@@ -164,7 +165,8 @@ class LoadedModel:
         else:
             loop = self.lead(partial(make_loop, self, *key), key)
         unet, height, width = key
-        known = scaled(self.step_times.get(unet, {}), loop.costs.options, height * width)
+        measured = self.step_times.get(key, self.step_times.get(unet, {}))
+        known = scaled(measured, loop.costs.options, height * width)
         loop.costs.replace(known or self._benchmarks_of(key))
         self.loops[key] = loop
 
@@ -194,8 +196,7 @@ class LoadedModel:
         points: dict[tuple[int, bool], dict[int, float]] = {}
         for option, seconds in times.items():
             points.setdefault((option.variant, option.paired), {})[option.batch * height * width] = seconds
-        if for_all_sizes:
-            self.step_times[unet] = points
+        self.step_times[unet if for_all_sizes else key] = points
         for other, loop in chain(*(loops.items() for loops in (self.loops, *self.same_code))):
             if other == key or (for_all_sizes and other[0] == unet):
                 loop.costs.replace(scaled(points, loop.costs.options, other[1] * other[2]))
