@@ -7,6 +7,7 @@ import atexit
 import gc
 import json
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from model import metrics
@@ -73,6 +74,8 @@ def start_server(
         if len(loaded) > 1:
             loader = _SlotLoader(releases, loaded, runners)
             turn_seconds = settings.limits.release_turn_seconds
+            # The interpreter waits for the threads of pools before it runs functions of `atexit`.
+            threading._register_atexit(loader.stop)  # type: ignore[attr-defined]
             slots = WeightSlots(runners, loader, slot_of(loaded[0]), settings.weight_slots, turn_seconds)
         scheduler = Scheduler(runners, settings.limits, on_device_failure, comparison, prepare, slots)
         if followers is not None:
@@ -112,7 +115,7 @@ class _SlotLoader:
     def __init__(self, releases: Releases, loaded: Sequence[Loaded], runners: Sequence[Runner]) -> None:
         self._loaded, self._runners = loaded, runners
         self.name, self.has_room = releases.name, releases.has_room
-        self.fetch, self.fill = releases.fetch, releases.fill
+        self.fetch, self.fill, self.stop = releases.fetch, releases.fill, releases.stop
         self._open = releases.open
         loaded[0].model.same_code.append(loaded[0].model.loops)  # its release may leave them
 

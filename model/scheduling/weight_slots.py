@@ -71,6 +71,9 @@ class SlotLoader(Protocol):
     def fill(self, index: int, slot: Slot) -> None:
         """Replace a slot's weights by a release's. Called on a thread of its own. Raises PreheatError."""
 
+    def stop(self) -> None:
+        """Let fetches and loads that run raise Unavailable soon. Any thread may call it."""
+
     def begin(self, index: int, is_new: bool) -> Iterator[None]:
         """Return the work that must precede the first request of a release that is in a slot; is_new: the slot is new.
 
@@ -187,7 +190,8 @@ class WeightSlots:
         return failed
 
     def close(self) -> None:
-        """Wait for a load that has begun, and end its thread."""
+        """Stop a load that has begun, and end its thread."""
+        self._loader.stop()
         self._pool.shutdown(cancel_futures=True)
         self._fetch_pool.shutdown(wait=False, cancel_futures=True)
 

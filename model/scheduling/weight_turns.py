@@ -71,7 +71,7 @@ class WeightTurns:
         return self._slots.waits(runner)
 
     def close(self) -> None:
-        """End the threads that load, after a load that has begun."""
+        """End the threads that load, after the load of an adapter that has begun. Stop that of a release."""
         for library in self._libraries:
             library.close()
         if self._slots is not None:

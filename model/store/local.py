@@ -117,7 +117,7 @@ class LocalStore:
         except FileMissing as error:
             raise blob_missing(digest, self.url) from error
 
-    def fetch(self, blobs: Iterable[Blob]) -> None:
+    def fetch(self, blobs: Iterable[Blob], is_stopped: Callable[[], bool] = lambda: False) -> None:
         """Start reading the blobs into the page cache. Blobs are used in place, so nothing is copied."""
         for blob in blobs:
             with self._opened_blob(blob.sha256, blob.bytes) as file, suppress(OSError):

@@ -23,7 +23,7 @@ from engine_builder.stores.store import WritableStore, open_writable_store
 from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.deployment import Deployment, ServedAdapters, resolve_releases
-from model.errors import ConfigError, EngineError, ManifestError, ReleaseNotFound
+from model.errors import ConfigError, EngineError, ManifestError, ReleaseNotFound, Unavailable
 from model.loading.alike import check_alike
 from model.loading.load import Loaded
 from model.loading.releases import Releases, slot_of
@@ -184,6 +184,16 @@ def test_refuses_weights_that_do_not_fit_a_slot(store: WritableStore) -> None:
     with pytest.raises(EngineError, match="the device has no such tensor"):
         tensors = {**slot.weights.tensors, unet: without}
         releases.fill(1, replace(slot, weights=replace(slot.weights, tensors=tensors)))
+
+
+def test_stops_loads(store: WritableStore) -> None:
+    releases = resolved(store)
+    slot = slot_of(releases.open(0))
+    releases.fill(1, slot)
+    releases.stop()
+    for load_one in (lambda: releases.fill(0, slot), lambda: releases.open(1)):
+        with pytest.raises(Unavailable, match="The load was stopped"):
+            load_one()
 
 
 def test_adapters_of_one_release_change_no_other(store: WritableStore, alone: dict[str, Pixels]) -> None:

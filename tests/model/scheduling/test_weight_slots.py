@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from model.engines.engine import EngineSet
-from model.errors import CorruptBlob, EngineError, OutOfDeviceMemory, ReleaseNotLoaded, StoreError
+from model.errors import CorruptBlob, EngineError, OutOfDeviceMemory, ReleaseNotLoaded, StoreError, Unavailable
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.runner import Runner
 from model.scheduling.job import Job
@@ -76,6 +76,7 @@ class Loader:
             event.set()
         self.fetch_fails: dict[int, Exception] = {}
         self.fetches: list[int] = []
+        self.stopped = threading.Event()
         self.part: Callable[[], bool] = lambda: True
         self.may_end = threading.Event()
         self.may_end.set()
@@ -102,6 +103,9 @@ class Loader:
         self._load("fill", index)
         slot.weights.tensors[KEY]["weight"].fill_(0.01 * (index + 1))
 
+    def stop(self) -> None:
+        self.stopped.set()
+
     def begin(self, index: int, is_new: bool) -> Iterator[None]:
         while not self.part():
             yield
@@ -109,7 +113,9 @@ class Loader:
 
     def _load(self, kind: str, index: int) -> None:
         self.loads.append((kind, index))
-        assert self.may_end.wait(TIMEOUT_SECONDS)
+        eventually(lambda: self.may_end.is_set() or self.stopped.is_set(), "the end of the load")
+        if self.stopped.is_set():
+            raise Unavailable("The load was stopped.")
         if index in self.fails:
             raise self.fails[index]
 
@@ -123,9 +129,9 @@ def serving(loader: Loader, turn_seconds: float = 0.0, unasked: bool = False, **
     try:
         yield scheduler
     finally:
-        for event in (loader.may_end, *loader.may_fetch):
-            event.set()
         scheduler.close()
+        for event in loader.may_fetch:
+            event.set()
 
 
 def alone(index: int, seed: int) -> list[str]:
@@ -346,6 +352,17 @@ def test_closing_answers_requests_that_wait_for_a_release() -> None:
         eventually(lambda: loader.loads == [("fill", 1)], "the load")
     with pytest.raises(Exception, match="This server has ended"):
         job.result.result(TIMEOUT_SECONDS)
+    assert scheduler.resident == (), "a stopped load"
+
+
+def test_closing_waits_for_no_fetch() -> None:
+    loader = Loader(2, room=0)
+    loader.may_fetch[1].clear()
+    with serving(loader) as scheduler:
+        scheduler.submit(params(0), model=1)
+        eventually(lambda: loader.fetches == [1], "the fetch")
+        scheduler.close()
+        assert not loader.may_fetch[1].is_set() and scheduler.resident == (0,)
 
 
 def test_a_cancelled_request_starts_no_load_later() -> None:
