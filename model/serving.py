@@ -7,7 +7,8 @@ import atexit
 import gc
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from model import metrics
 from model.child_process import FAILED_EXIT_CODE, exit_soon
@@ -16,7 +17,7 @@ from model.deployment import Deployment
 from model.loading.load import Loaded
 from model.loading.releases import Releases, open_releases, slot_of
 from model.loading.runtimes import find_targets
-from model.loading.warmup import find_preview_map, step_measurement, warm_up
+from model.loading.warmup import find_preview_map, step_measurement, warm_up, warm_up_in_parts
 from model.pipeline.runner import Runner
 from model.scheduling.comparison import ImageComparison
 from model.scheduling.scheduler import Scheduler
@@ -73,6 +74,8 @@ def start_server(
         if len(loaded) > 1:
             loader = _SlotLoader(releases, loaded, runners)
             turn_seconds = settings.limits.release_turn_seconds
+            # The interpreter waits for the threads of pools before it runs functions of `atexit`.
+            threading._register_atexit(loader.stop)  # type: ignore[attr-defined]
             slots = WeightSlots(runners, loader, slot_of(loaded[0]), settings.weight_slots, turn_seconds)
         scheduler = Scheduler(runners, settings.limits, on_device_failure, comparison, prepare, slots)
         if followers is not None:
@@ -111,18 +114,20 @@ class _SlotLoader:
 
     def __init__(self, releases: Releases, loaded: Sequence[Loaded], runners: Sequence[Runner]) -> None:
         self._loaded, self._runners = loaded, runners
-        self.name, self.has_room, self.fill = releases.name, releases.has_room, releases.fill
+        self.name, self.has_room = releases.name, releases.has_room
+        self.fetch, self.fill, self.stop = releases.fetch, releases.fill, releases.stop
         self._open = releases.open
+        loaded[0].model.same_code.append(loaded[0].model.loops)  # its release may leave them
 
     def open(self, index: int) -> Slot:
         slot, first = slot_of(self._open(index)), self._loaded[0].model
         slot.model.step_times = first.step_times
         return slot
 
-    def begin(self, index: int, is_new: bool) -> None:
+    def begin(self, index: int, is_new: bool) -> Iterator[None]:
         one, runner = self._loaded[index], self._runners[index]
         if is_new:
-            runner.preview_map = warm_up(one)
+            runner.preview_map = yield from warm_up_in_parts(one)
             self._loaded[0].model.same_code.append(one.model.loops)
         elif runner.preview_map is None:
             runner.preview_map = find_preview_map(one.model, one.served)

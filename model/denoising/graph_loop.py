@@ -20,7 +20,7 @@ arithmetic: see `model.denoising.step` and `model.denoising.eager_loop`.
 import json
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -85,12 +85,12 @@ class _Network(NamedTuple):
 
 
 class GraphLoop:
-    """Runs one denoiser at one size. Implements `model.denoising.loop.Loop`."""
+    """Runs one denoiser at one size. Implements `model.denoising.loop.Loop`, once `capture` has ended."""
 
     def __init__(
         self, denoiser: Denoiser, height: int, width: int, device: torch.device, queue: StepQueue | None = None
     ) -> None:
-        """`height` and `width` in pixels. `queue`: by default one for `device`.
+        """Allocate the buffers. `height` and `width` in pixels. `queue`: by default one for `device`.
 
         Raises EngineError if no engine of the denoiser serves the size, or if ranks cannot divide each batch.
         """
@@ -104,15 +104,7 @@ class GraphLoop:
         self._check_batches(shapes)
         with torch.inference_mode():
             self._allocate([shape for _, shape in shapes])
-            free = free_bytes(device)
-            # Captured now, so that no request waits for a capture or finds the memory full.
-            self._networks = {engines: self._capture_network(engines, shape) for engines, shape in shapes}
-            if self._sums:
-                self._clear = self._queue.capture(self._clear_sums, True, "clear")
-            self._advance = self._queue.capture(self._advance_images, True, "advance")
-        graphs = sum(len(network.replays) for network in self._networks.values()) + 1 + bool(self._sums)
-        entries = {"loop": f"{denoiser.plain.engines.component} {width}x{height}", "graphs": graphs}
-        logger.info(json.dumps({"event": "captured", **entries, "bytes": free - free_bytes(device)}))
+        self._networks = {engines: self._network(shape) for engines, shape in shapes}
         self.capacity = max(shapes[0][1].batches)
         self.costs = StepCosts(denoiser.options(height, width))
         # The calls of a step, and the images and cover that they are of.
@@ -127,6 +119,28 @@ class GraphLoop:
         make_host_noise = partial(torch.zeros, self._latents.shape, pin_memory=device.type == "cuda")
         self._host_noise = [make_host_noise() for _ in range(MAX_STEPS_IN_FLIGHT + 1)]
         self._queued_step_count = 0
+
+    def capture(self) -> Iterator[None]:
+        """Capture all graphs, so that no request waits for a capture or finds the memory full. Yields after each."""
+        graphs = captured_bytes = 0
+        for capture in self._captures():
+            with torch.inference_mode():
+                free = free_bytes(self._device)
+                capture()
+                captured_bytes += free - free_bytes(self._device)
+            graphs += 1
+            yield
+        loop = f"{self._denoiser.plain.engines.component} {self._width}x{self._height}"
+        logger.info(json.dumps({"event": "captured", "loop": loop, "graphs": graphs, "bytes": captured_bytes}))
+
+    def _captures(self) -> Iterator[Callable[[], None]]:
+        """Yield functions that capture one graph each."""
+        for engines, shape in self._denoiser.shapes(self._height, self._width):
+            for batch, engine in zip(shape.batches, engines.serving(self._height, self._width), strict=True):
+                yield partial(self._capture_call, self._networks[engines], engine, batch, shape.prefix)
+        if self._sums:
+            yield self._capture_clear
+        yield self._capture_advance
 
     def _allocate(self, networks: Sequence[NetworkShape]) -> None:
         shapes = buffer_shapes(networks, self._height, self._width)
@@ -348,18 +362,21 @@ class GraphLoop:
                     "Build all of them for the same sizes, or set gpus_per_image to 1.",
                 )
 
-    def _capture_network(self, engines: EngineSet, shape: NetworkShape) -> _Network:
-        mapping = self._mappings[shape.name]
-        work = self._add_outputs if shape.prefix else self._predict
-        replays = {
-            batch: self._capture(engine, batch, partial(work, engine, mapping[:, :batch], shape.prefix))
-            for batch, engine in zip(shape.batches, engines.serving(self._height, self._width), strict=True)
-        }
-        return _Network(tuple(name for name in shape.conditioning if name in self._by_entry), mapping, replays)
+    def _network(self, shape: NetworkShape) -> _Network:
+        by_entry = tuple(name for name in shape.conditioning if name in self._by_entry)
+        return _Network(by_entry, self._mappings[shape.name], {})
 
-    def _capture(self, engine: Engine, batch: int, work: Callable[[], None]) -> Callable[[], None]:
+    def _capture_call(self, network: _Network, engine: Engine, batch: int, prefix: str) -> None:
         is_large = engine.bucket.batch.max * self._height * self._width >= _LARGE_CALL_PIXELS
-        return self._queue.capture(work, not is_large, f"{engine.component}_{batch}_{self._width}x{self._height}")
+        work = partial(self._add_outputs if prefix else self._predict, engine, network.mapping[:, :batch], prefix)
+        name = f"{engine.component}_{batch}_{self._width}x{self._height}"
+        network.replays[batch] = self._queue.capture(work, not is_large, name)
+
+    def _capture_clear(self) -> None:
+        self._clear = self._queue.capture(self._clear_sums, True, "clear")
+
+    def _capture_advance(self) -> None:
+        self._advance = self._queue.capture(self._advance_images, True, "advance")
 
     def _predict(self, engine: Engine, mapping: torch.Tensor, prefix: str) -> None:
         """Write the predictions of a call's entries into their rows. `mapping`: int64 [3, batch], see `_Network`."""

@@ -5,7 +5,7 @@ cause and the command that fixes it.
 """
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -145,18 +145,20 @@ def load(
     caches: RuntimeCacheFolder | None = None,
     common: Collection[str] = (),
     shared: Mapping[str, Tensors] = MappingProxyType({}),
+    is_stopped: Callable[[], bool] = lambda: False,
 ) -> Loaded:
     """Load a release with engines of its own.
 
     `caches`: the folder of kernels that TensorRT-RTX compiles on this GPU; None: they are not kept. `common`: the
     digests of the weights that no others will replace. `shared`: by digest, such weights that were loaded before.
 
-    Raises OutOfDeviceMemory, AdapterError, StoreError, CorruptBlob or EngineError.
+    Raises OutOfDeviceMemory, AdapterError, StoreError, CorruptBlob or EngineError, and Unavailable soon after
+    `is_stopped` is true.
     """
     deployment, selection, served = resolved.deployment, resolved.selection, resolved.served
     manifest, unquantized, release = selection.manifest, selection.unquantized, resolved.release
     uses_torch = _uses_torch_on_gpu(device, selection)
-    with loading_libraries(uses_torch, cold_start), WeightsCache(store, device, shared) as cache:
+    with loading_libraries(uses_torch, cold_start), WeightsCache(store, device, shared, is_stopped) as cache:
         cache.begin(resolved.streamed_weights(), cold_start)
         with cold_start.phase("fetch"):
             store.fetch(_blobs_before_engines(selection))

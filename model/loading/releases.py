@@ -6,6 +6,7 @@ which releases have a slot; see `model.scheduling.weight_slots`.
 """
 
 import copy
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -65,6 +66,7 @@ class Releases:
         is_alone = len(digests) == 1 or bool(deployment.adapters.names)
         self._common = frozenset[str]() if is_alone else frozenset.intersection(*map(frozenset, digests))
         self._first: Loaded | None = None
+        self._stopped = threading.Event()
 
     def __len__(self) -> int:
         return len(self._resolved)
@@ -84,6 +86,7 @@ class Releases:
             self._caches,
             self._common,
             {} if first is None else first.slot.fixed,
+            self._stopped.is_set,
         )
         if first is None:
             self._first = loaded
@@ -122,12 +125,21 @@ class Releases:
         check_token_ids(selection, tokenizers, contents)
         return tokenizers
 
+    def fetch(self, index: int) -> None:
+        """Copy a release's weights onto this machine. Raises CorruptBlob or StoreError."""
+        blobs = [blob for record in self._resolved[index].streamed_weights() for blob in record.blobs]
+        self._store.fetch((blob for blob in blobs if blob.sha256 not in self._common), self._stopped.is_set)
+
     def fill(self, index: int, slot: Slot) -> None:
         """Replace a slot's weights by a release's. Nothing may use the slot meanwhile.
 
         After an error the slot holds a mixture. Raises EngineError, CorruptBlob or StoreError.
         """
-        slot.weights.fill(self._store, self._resolved[index].streamed_weights(), self._device)
+        slot.weights.fill(self._store, self._resolved[index].streamed_weights(), self._device, self._stopped.is_set)
+
+    def stop(self) -> None:
+        """Let `fetch`, `open` and `fill` raise Unavailable soon. Any thread may call it."""
+        self._stopped.set()
 
     def has_room(self) -> bool:
         """True if the device has the memory of another slot, as far as is known.

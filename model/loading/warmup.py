@@ -5,7 +5,8 @@ decodes an image of every size, and encodes text in every batch size. The peak m
 once.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +18,7 @@ from model.errors import EngineError, OutOfDeviceMemory
 from model.loading.interfaces import check_interfaces
 from model.loading.load import Loaded
 from model.loading.served import ServedModel, SizeList
-from model.pipeline.loaded_model import LoadedModel
+from model.pipeline.loaded_model import LoadedModel, run_to_end
 from model.pipeline.params import Control, GenerationParams, ImagePrompt
 from model.pipeline.preview import PreviewMap, fit_preview_map, preview_map_of
 from model.pipeline.prompt import encode_prompt
@@ -26,6 +27,7 @@ from model.pipeline.text_to_image import generate
 from model.scheduling.comparison import ImageComparison
 from model.scheduling.step_times import measure_step_times
 
+_END = object()
 _STEPS = 2  # of the image; with a refiner, one of them is its own
 
 
@@ -35,35 +37,53 @@ def warm_up(
     cold_start: ColdStart | None = None,
     comparison: ImageComparison | None = None,
 ) -> PreviewMap:
+    """Warm up `ServedModel.warmed_sizes`. Returns the map for previews. See `warm_up_in_parts`."""
+    return run_to_end(warm_up_in_parts(loaded, probe, cold_start, comparison))
+
+
+def warm_up_in_parts(
+    loaded: Loaded,
+    probe: DeviceProbe | None = None,
+    cold_start: ColdStart | None = None,
+    comparison: ImageComparison | None = None,
+) -> Generator[None, None, PreviewMap]:
     """Warm up `ServedModel.warmed_sizes`. Returns the map for previews: the release's, or one fitted here.
+
+    Yields after each part: a graph of a loop, an image, or texts. Other models may generate images meanwhile.
 
     `probe` defaults to one of the model's device. `cold_start` records the phase `warm_up` and its parts.
     `comparison`: if images are compared with fp16. Raises OutOfDeviceMemory if the configured buckets do not fit into
     the GPU's memory, and EngineError if the release's engines do not fit together.
     """
     check_interfaces(loaded.model.engines)
-    served = loaded.served
-    probe = probe or DeviceProbe(loaded.model.device)
+    model, served = loaded.model, loaded.served
+    probe = probe or DeviceProbe(model.device)
+    cold_start = cold_start or ColdStart()
     refusals = probe.refused_allocations()
+
+    @contextmanager
+    def part(name: str) -> Iterator[None]:
+        with _release_errors(loaded, probe, refusals), cold_start.phase("warm_up"), cold_start.timing_parts():
+            with warm_up_part(name):
+                yield
+
+    requests = [_warm_up_params(served, width, height) for width, height in served.warmed_sizes]
+    works = [(f"image_{one.width}x{one.height}", _generate_images(model, served, one, comparison)) for one in requests]
+    for name, work in [*works, ("texts", _encode_every_text(model, requests[-1]))]:
+        has_more = True
+        while has_more:
+            with part(name):
+                has_more = next(work, _END) is None
+            yield
+    with part("preview"):
+        return find_preview_map(model, served)
+
+
+@contextmanager
+def _release_errors(loaded: Loaded, probe: DeviceProbe, refusals: int) -> Iterator[None]:
+    """Raise errors of the warm-up as those of the release. `refusals`: allocations that were refused before it."""
     try:
-        cold_start = cold_start or ColdStart()
-        with cold_start.phase("warm_up"), cold_start.timing_parts():
-            for width, height in served.warmed_sizes:
-                params = _warm_up_params(served, width, height)
-                with warm_up_part(f"image_{width}x{height}"):
-                    encodes = served.image_sizes is not None and served.image_sizes.holds(width, height)
-                    generate(loaded.model, [_from_image(params) if encodes else params])
-                    if comparison is not None:
-                        comparison.warm_up(params)
-                    if (with_controls := _with_controls(params, served)).controls:
-                        generate(loaded.model, [with_controls])
-                    if served.ip_adapter_sizes is not None and served.ip_adapter_sizes.holds(width, height):
-                        for name in served.ip_adapters:
-                            generate(loaded.model, [_with_image_prompt(params, served, name)])
-            with warm_up_part("texts"):
-                _encode_every_text(loaded.model, params)
-            with warm_up_part("preview"):
-                return find_preview_map(loaded.model, served)
+        yield
     except EngineError as error:
         # No request has run yet, so the release is wrong. Its remedy differs from the remedy of a wrong call.
         raise EngineError(f"The engines of {loaded.release} do not fit together. {error.args[0]}") from error
@@ -73,6 +93,28 @@ def warm_up(
                 f"{loaded.release} does not fit into this GPU's memory with every configured bucket running."
             ) from error
         raise
+
+
+def _generate_images(
+    model: LoadedModel, served: ServedModel, params: GenerationParams, comparison: ImageComparison | None
+) -> Iterator[None]:
+    """Make the loops of a size, and generate an image for each kind of request. Yields after each part."""
+    for plan in plan_request(model, params).passes[0].denoise.values():
+        yield from model.prepare_loop(plan.loop)
+    size = (params.width, params.height)
+    encodes = served.image_sizes is not None and served.image_sizes.holds(*size)
+    generate(model, [_from_image(params) if encodes else params])
+    yield
+    if comparison is not None:
+        comparison.warm_up(params)
+        yield
+    if (with_controls := _with_controls(params, served)).controls:
+        generate(model, [with_controls])
+        yield
+    if served.ip_adapter_sizes is not None and served.ip_adapter_sizes.holds(*size):
+        for name in served.ip_adapters:
+            generate(model, [_with_image_prompt(params, served, name)])
+            yield
 
 
 def step_measurement(loaded: Loaded, probe: DeviceProbe | None = None) -> Iterator[None]:
@@ -136,11 +178,15 @@ def _with_image_prompt(params: GenerationParams, served: ServedModel, name: str)
     return replace(params, use_refiner=False, image_prompts=(ImagePrompt(name, levels, scale=1.0),))
 
 
-def _encode_every_text(model: LoadedModel, params: GenerationParams) -> None:
-    """Encode with a negative prompt and without guidance: together these use both batch sizes of the text networks."""
+def _encode_every_text(model: LoadedModel, params: GenerationParams) -> Iterator[None]:
+    """Encode with a negative prompt and without guidance: together these use both batch sizes of the text networks.
+
+    Yields after each of them.
+    """
     for negative_prompt, guidance_scale in (("warm up", 2.0), (None, 1.0)):
         varied = replace(params, negative_prompt=negative_prompt, guidance_scale=guidance_scale)
         [plan] = plan_request(model, varied).passes
         for denoiser in model.family.denoisers:
             if denoiser.unet in plan.denoise:
                 encode_prompt(model, plan, denoiser)
+        yield

@@ -1,10 +1,10 @@
 """A release in memory, as the pipeline uses it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,6 +26,7 @@ from model.pipeline.spec import Components, Family, controlnets_of
 from model.prompts.tokenizer import ClipTokenizer
 from model.store.manifest import Bucket, Fp16Steps, ModelFacts
 
+Result = TypeVar("Result")
 LoopKey = tuple[str, int, int]
 """The UNet of a loop, by name, and its height and width in pixels."""
 
@@ -56,8 +57,9 @@ class LoadedModel:
     """The adapters that requests may name; None: requests may name no adapters."""
     benchmarks: Mapping[tuple[str, bool, Bucket], float] = field(default_factory=dict)
     """The release's benchmarks in seconds, by the engine's component, whether it is quantized, and its bucket."""
-    step_times: dict[str, dict[tuple[int, bool], dict[int, float]]] = field(default_factory=dict)
-    """By UNet, and by variant and whether it is paired: batch entries times pixels of a call -> measured seconds."""
+    step_times: dict[str | LoopKey, dict[tuple[int, bool], dict[int, float]]] = field(default_factory=dict)
+    """By UNet or loop, and by variant and whether it is paired: batch entries times pixels of a call -> measured
+    seconds."""
     same_code: list[dict[LoopKey, Loop]] = field(default_factory=list)
     """Loops of other weights. Their calls take as long as the calls of `loops`."""
     ranks: Ranks = ALONE
@@ -150,12 +152,23 @@ class LoadedModel:
     def loop(self, unet: str, height: int, width: int) -> Loop:
         """Return the loop of a UNet at a size in pixels. It is made at first use, with its buffers and graphs."""
         key = (unet, height, width)
-        if key not in self.loops:
-            make = partial(make_loop, self, unet, height, width)
-            loop = self.loops[key] = make() if self.lead is None else self.lead(make, key)
-            known = scaled(self.step_times.get(unet, {}), loop.costs.options, height * width)
-            loop.costs.replace(known or self._benchmarks_of(key))
+        for _ in self.prepare_loop(key):
+            pass
         return self.loops[key]
+
+    def prepare_loop(self, key: LoopKey) -> Iterator[None]:
+        """Make a loop unless it exists. Yields after each of its graphs, if no other rank follows this process."""
+        if key in self.loops:
+            return
+        if self.lead is None:
+            loop = yield from make_loop_in_parts(self, *key)
+        else:
+            loop = self.lead(partial(make_loop, self, *key), key)
+        unet, height, width = key
+        measured = self.step_times.get(key, self.step_times.get(unet, {}))
+        known = scaled(measured, loop.costs.options, height * width)
+        loop.costs.replace(known or self._benchmarks_of(key))
+        self.loops[key] = loop
 
     def _benchmarks_of(self, key: LoopKey) -> dict[Option, float]:
         """Return the seconds of the calls of a loop whose engines the release has benchmarks of."""
@@ -183,8 +196,7 @@ class LoadedModel:
         points: dict[tuple[int, bool], dict[int, float]] = {}
         for option, seconds in times.items():
             points.setdefault((option.variant, option.paired), {})[option.batch * height * width] = seconds
-        if for_all_sizes:
-            self.step_times[unet] = points
+        self.step_times[unet if for_all_sizes else key] = points
         for other, loop in chain(*(loops.items() for loops in (self.loops, *self.same_code))):
             if other == key or (for_all_sizes and other[0] == unet):
                 loop.costs.replace(scaled(points, loop.costs.options, other[1] * other[2]))
@@ -203,7 +215,26 @@ class LoadedModel:
 
 def make_loop(model: LoadedModel, unet: str, height: int, width: int, use_graphs: bool = True) -> Loop:
     """Make a loop for a UNet at a size in pixels: with CUDA graphs if its engines are static, otherwise op by op."""
+    return run_to_end(make_loop_in_parts(model, unet, height, width, use_graphs))
+
+
+def make_loop_in_parts(
+    model: LoadedModel, unet: str, height: int, width: int, use_graphs: bool = True
+) -> Generator[None, None, Loop]:
+    """Make a loop as `make_loop` does. Yields after each graph, and returns the loop."""
     denoiser = model.denoiser(unet, height, width)
     if use_graphs and model.device.type == "cuda" and denoiser.plain.engines.is_static(height, width):
-        return GraphLoop(denoiser, height, width, model.device)
+        loop = GraphLoop(denoiser, height, width, model.device)
+        yield from loop.capture()
+        return loop
     return EagerLoop(denoiser, height, width)
+
+
+def run_to_end(work: Generator[None, None, Result]) -> Result:
+    """Run all parts of some work, and return its result."""
+    try:
+        while True:
+            next(work)
+    except StopIteration as end:
+        result: Result = end.value
+        return result

@@ -292,8 +292,8 @@ class Scheduler:
         return self.comparison.work
 
     def _can_admit(self) -> bool:
-        """True if a job waits for more than the load of its adapters or of a release."""
-        return not all(self._turns.blocked(job.runner) for job in self._waiting)
+        """True if a load can go on, or if a job waits for more than a load: of its adapters or of its release."""
+        return self._turns.has_work or not all(self._turns.blocked(job.runner) for job in self._waiting)
 
     @property
     def adapters_on_device(self) -> frozenset[str]:

@@ -3,21 +3,22 @@
 A slot holds the weights of one release at fixed addresses, with engines and loops on them. Images of releases in slots
 are generated side by side. For a request of another release:
 
-1. A new slot is opened while the device has room.
-2. Otherwise its weights fill the slot that was used the longest time ago, if no image of that slot's release is in
+1. Its weights are fetched onto this machine, while all slots go on.
+2. A new slot is opened while the device has room.
+3. Otherwise its weights fill the slot that was used the longest time ago, if no image of that slot's release is in
    flight or waits. The other slots go on meanwhile.
-3. If images of all slots' releases run or wait, the slot whose weights arrived first is drained: after `turn_seconds`
+4. If images of all slots' releases run or wait, the slot whose weights arrived first is drained: after `turn_seconds`
    none of its requests begins any more, and those that have begun finish.
 
-So a request waits at most a turn, the time of the requests that have begun, and a load, for each release that is
-requested before it and has no slot. One load runs at a time. Without requests, new slots are opened for the remaining
-releases, in order.
+So a request waits at most for its fetch, and then a turn, the time of the requests that have begun, and a load, for
+each release that is fetched before it and has no slot. Fetches run side by side, but only one load. Without requests,
+new slots are opened for the remaining releases, in order.
 """
 
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -31,6 +32,9 @@ from model.scheduling.job import Job
 from model.weights.slot import WeightSlot
 
 logger = logging.getLogger("preheat")
+
+_END = object()
+_CONCURRENT_FETCHES = 4  # of releases, so that a slow one delays no other
 
 
 @dataclass(eq=False)
@@ -58,24 +62,34 @@ class SlotLoader(Protocol):
     def has_room(self) -> bool:
         """True if the device has the memory of another slot."""
 
+    def fetch(self, index: int) -> None:
+        """Copy a release's weights onto this machine. Called on a thread of its own. Raises PreheatError."""
+
     def open(self, index: int) -> Slot:
         """Load a release into a new slot. Called on a thread of its own. Raises PreheatError."""
 
     def fill(self, index: int, slot: Slot) -> None:
         """Replace a slot's weights by a release's. Called on a thread of its own. Raises PreheatError."""
 
-    def begin(self, index: int, is_new: bool) -> None:
-        """Run what must precede the first request of a release that is in a slot; is_new: the slot is new."""
+    def stop(self) -> None:
+        """Let fetches and loads that run raise Unavailable soon. Any thread may call it."""
+
+    def begin(self, index: int, is_new: bool) -> Iterator[None]:
+        """Return the work that must precede the first request of a release that is in a slot; is_new: the slot is new.
+
+        Images of other releases may be generated between its parts.
+        """
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Load:
-    """A release on its way into a slot; None: a new one."""
+    """A release that is being loaded into a slot; None: a new one. work: of `SlotLoader.begin`, once it has begun."""
 
     index: int
     slot: Slot | None
     result: "Future[Slot]"
     began: float
+    work: Iterator[None] | None = None
 
 
 class WeightSlots:
@@ -94,14 +108,17 @@ class WeightSlots:
         self._runners, self._loader = tuple(runners), loader
         self._limit, self._turn_seconds = limit or len(runners), turn_seconds
         self._slots = [first]
+        self._fetches: dict[int, Future[None]] = {}  # by release: those that run, or have ended for a load
         self._load: _Load | None = None
         self._draining: Slot | None = None
         self._unopened = list(range(1, len(runners)))  # releases that have not been in a slot yet
         self._may_open = True
         self._opens_unasked = False
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="preheat-slots")
+        self._fetch_pool = ThreadPoolExecutor(_CONCURRENT_FETCHES, thread_name_prefix="preheat-fetches")
         for index in range(len(runners)):
             metrics.RELEASE_RESIDENT.labels(loader.name(index)).set(0)
+        self._attach(first, 0)
         self._enter(first, 0)
 
     @property
@@ -124,40 +141,84 @@ class WeightSlots:
         return slot is not None and (slot is not self._draining or job.joined_count > 0)
 
     @property
-    def blocked(self) -> bool:
-        """True if releases without a slot wait for a load to end."""
-        return self._load is not None
+    def is_loading(self) -> bool:
+        """True while a release is fetched or loaded."""
+        return self._load is not None or any(not fetch.done() for fetch in self._fetches.values())
+
+    def waits(self, runner: Runner) -> bool:
+        """True if a release without a slot waits for the end of its fetch or of a load."""
+        fetch = self._fetches.get(self._runners.index(runner))
+        return self._load is not None or (fetch is not None and not fetch.done())
+
+    @property
+    def has_work(self) -> bool:
+        """True if the next `update` goes on with a load."""
+        return self._load is not None and self._load.result.done()
 
     def update(
         self, waiting: Sequence[Job], in_flight: Callable[[Runner], bool], blocked: Callable[[Runner], bool]
     ) -> list[tuple[Job, Exception]]:
-        """End and begin loads. `waiting`: in order of arrival.
+        """Go on with a load, or begin one. `waiting`: in order of arrival.
 
         in_flight, blocked: true for a release with images in flight, and for one in a slot whose requests all wait for
         adapters. Returns the jobs whose release could not be loaded, with the errors.
         """
         had_load = self._load is not None
-        failed = self._end_load(waiting)
+        failed = [*self._advance_load(waiting), *self._end_failed_fetches(waiting)]
         jobs = [job for job in waiting if not job.done and all(job is not one for one, _ in failed)]
         asked, now = {job.runner for job in jobs if not blocked(job.runner)}, time.monotonic()
         for slot in self._slots:
             if slot.runner is not None and (slot.runner in asked or in_flight(slot.runner)):
                 slot.used = now
         self._draining = None
+        wanted: dict[int, Job] = {}  # by release, the first job
+        for job in jobs:
+            if not self.holds(job.runner):
+                wanted.setdefault(self._runners.index(job.runner), job)
+        missing = [*wanted] or self._next_unasked()
+        self._begin_fetches(missing)
         if self._load is not None:
             return failed
-        wanted = next((job for job in jobs if not self.holds(job.runner)), None)
-        if (wanted is not None or (self._opens_unasked and self._unopened)) and self._can_open():
-            index = self._unopened[0] if wanted is None else self._runners.index(wanted.runner)
+        index = next((index for index in missing if _has_succeeded(self._fetches[index])), None)
+        if index is None:
+            return failed
+        if self._can_open():
             self._begin_load(index, None)
-        elif wanted is not None and not had_load:  # first, requests of the release that has arrived begin
+        elif wanted and not had_load:  # first, requests of the release that has arrived begin
             begun = {job.runner for job in jobs if job.joined_count}
-            self._make_way(wanted, asked, lambda runner: runner in begun or in_flight(runner), now)
+            self._make_way(wanted[index], asked, lambda runner: runner in begun or in_flight(runner), now)
         return failed
 
     def close(self) -> None:
-        """Wait for a load that has begun, and end its thread."""
+        """Stop a load that has begun, and end its thread."""
+        self._loader.stop()
         self._pool.shutdown(cancel_futures=True)
+        self._fetch_pool.shutdown(wait=False, cancel_futures=True)
+
+    def _next_unasked(self) -> list[int]:
+        """Return the next release for which a slot is opened without a request, or an empty list."""
+        first = self._unopened[:1] if self._opens_unasked and self._load is None else []
+        return first if first and (first[0] in self._fetches or self._can_open()) else []
+
+    def _begin_fetches(self, missing: Sequence[int]) -> None:
+        """Fetch the weights of releases that have no slot. Forget those that were fetched for nothing."""
+        loading = None if self._load is None else self._load.index
+        kept = {index: fetch for index, fetch in self._fetches.items() if index in missing or not fetch.done()}
+        for index in missing:
+            if index not in kept and index != loading:
+                kept[index] = self._fetch_pool.submit(self._loader.fetch, index)
+                kept[index].add_done_callback(lambda _: self.wake())
+        self._fetches = kept
+
+    def _end_failed_fetches(self, waiting: Sequence[Job]) -> list[tuple[Job, Exception]]:
+        """Return the jobs whose release could not be fetched, with the errors. The slots stay as they are."""
+        failed: list[tuple[Job, Exception]] = []
+        for index, fetch in list(self._fetches.items()):
+            if fetch.done() and (error := fetch.exception()) is not None:
+                assert isinstance(error, Exception)
+                del self._fetches[index]
+                failed += self._fail(index, error, waiting)
+        return failed
 
     def _can_open(self) -> bool:
         if self._may_open:
@@ -184,6 +245,7 @@ class WeightSlots:
 
     def _begin_load(self, index: int, slot: Slot | None) -> None:
         self._draining = None
+        del self._fetches[index]
         if slot is None:
             result = self._pool.submit(self._loader.open, index)
         else:
@@ -199,25 +261,39 @@ class WeightSlots:
         self._load = _Load(index, slot, result, time.monotonic())
         result.add_done_callback(lambda _: self.wake())
 
-    def _end_load(self, waiting: Sequence[Job]) -> list[tuple[Job, Exception]]:
-        """Let a release whose load has ended into its slot. After an error, return the jobs that waited for it."""
+    def _advance_load(self, waiting: Sequence[Job]) -> list[tuple[Job, Exception]]:
+        """Run a part of what follows once the weights have arrived. Requests may begin after the last part.
+
+        After an error, return the jobs that waited for the release.
+        """
         load = self._load
         if load is None or not load.result.done():
             return []
+        runner = self._runners[load.index]
+        try:
+            slot = load.result.result()
+            if load.work is None:
+                self._attach(slot, load.index)
+                if load.slot is not None and slot.adaptable is not None:
+                    slot.adaptable.renew()
+                load.work = self._loader.begin(load.index, is_new=load.slot is None)
+            if next(load.work, _END) is not _END:
+                return []
+        except Exception as error:
+            self._load = None
+            self._detach(runner)
+            if load.slot is None:
+                runner.model.run_on(self._slots[0].model)  # frees the new engines
+                # A slot that exists takes the release, and needs no memory and no file.
+                self._may_open = isinstance(error, StoreError)
+            return self._fail(load.index, error, waiting if load.slot or self._may_open else ())
         self._load = None
         if load.index in self._unopened:
             self._unopened.remove(load.index)
+        if load.slot is None:
+            self._slots.append(slot)
+        self._enter(slot, load.index)
         name, kind = self._loader.name(load.index), "open" if load.slot is None else "fill"
-        try:
-            slot = load.result.result()
-            self._enter(slot, load.index)
-            if load.slot is None:
-                self._slots.append(slot)
-            elif slot.adaptable is not None:
-                slot.adaptable.renew()
-            self._loader.begin(load.index, is_new=load.slot is None)
-        except Exception as error:
-            return self._fail(load, name, error, waiting)
         seconds = time.monotonic() - load.began
         metrics.RELEASE_LOADS.labels(kind).inc()
         metrics.RELEASE_LOAD_SECONDS.labels(kind).observe(seconds)
@@ -225,35 +301,42 @@ class WeightSlots:
         logger.info(json.dumps({**entry, "seconds": round(seconds, 3)}))
         return []
 
-    def _fail(self, load: _Load, name: str, error: Exception, waiting: Sequence[Job]) -> list[tuple[Job, Exception]]:
+    def _fail(self, index: int, error: Exception, waiting: Sequence[Job]) -> list[tuple[Job, Exception]]:
+        """Report a failure to fetch or load a release. Returns its jobs among `waiting`, with the error."""
+        name, runner = self._loader.name(index), self._runners[index]
         metrics.RELEASE_LOADS.labels("failed").inc()
-        for slot in [slot for slot in self._slots if slot.runner is self._runners[load.index]]:
-            self._leave(slot)
-            if load.slot is None:
-                self._slots.remove(slot)
-                self._runners[load.index].model.run_on(self._slots[0].model)  # frees the new engines
+        if index in self._unopened:
+            self._unopened.remove(index)
         cause = str(error) if isinstance(error, PreheatError) else f"{type(error).__name__}: {error}"
         logger.error("%s cannot be loaded: %s", name, cause)
-        if load.slot is None and not isinstance(error, StoreError):
-            self._may_open = False  # a slot that exists takes the release, and needs no memory and no file
-            return []
         # The scheduler asks the device after any other error.
         is_known = isinstance(error, PreheatError)
         failure = ReleaseNotLoaded(f"Release {name} cannot be loaded. {cause}", "") if is_known else error
-        return [(job, failure) for job in waiting if job.runner is self._runners[load.index]]
+        return [(job, failure) for job in waiting if job.runner is runner]
 
-    def _enter(self, slot: Slot, index: int) -> None:
+    def _attach(self, slot: Slot, index: int) -> None:
+        """Let a release use the engines and weights of a slot."""
         runner = self._runners[index]
         runner.model.run_on(slot.model)
         if runner.model.adapters is not None:
             runner.model.adapters.use(slot.adaptable)
-        slot.runner, slot.since = runner, time.monotonic()
+
+    def _detach(self, runner: Runner) -> None:
+        if runner.model.adapters is not None:
+            runner.model.adapters.use(None)
+
+    def _enter(self, slot: Slot, index: int) -> None:
+        """Let requests of a release begin, whose weights are in a slot."""
+        slot.runner, slot.since = self._runners[index], time.monotonic()
         metrics.RELEASE_RESIDENT.labels(self._loader.name(index)).set(1)
 
     def _leave(self, slot: Slot) -> None:
         if slot.runner is None:
             return
-        if slot.runner.model.adapters is not None:
-            slot.runner.model.adapters.use(None)
+        self._detach(slot.runner)
         metrics.RELEASE_RESIDENT.labels(self._loader.name(self._runners.index(slot.runner))).set(0)
         slot.runner = None
+
+
+def _has_succeeded(fetch: "Future[None]") -> bool:
+    return fetch.done() and fetch.exception() is None

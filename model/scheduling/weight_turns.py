@@ -37,8 +37,13 @@ class WeightTurns:
 
     @property
     def is_loading(self) -> bool:
-        """True while a release is on its way to a slot."""
-        return self._slots is not None and self._slots.blocked
+        """True while a release is fetched, or loaded into a slot."""
+        return self._slots is not None and self._slots.is_loading
+
+    @property
+    def has_work(self) -> bool:
+        """True if the next `update` goes on with a load."""
+        return self._slots is not None and self._slots.has_work
 
     def update(self, waiting: Sequence[Job], in_flight: Callable[[Runner], bool]) -> Iterator[tuple[Job, Exception]]:
         """Load releases, and merge adapters, whose turn it is. `waiting`: in order of arrival.
@@ -61,10 +66,12 @@ class WeightTurns:
 
     def blocked(self, runner: Runner) -> bool:
         """True if all requests of a release wait for a load: of the release, or of adapters."""
-        return self._adapters[runner].blocked if self._holds(runner) else self.is_loading
+        if self._slots is None or self._slots.holds(runner):
+            return self._adapters[runner].blocked
+        return self._slots.waits(runner)
 
     def close(self) -> None:
-        """End the threads that load, after a load that has begun."""
+        """End the threads that load, after the load of an adapter that has begun. Stop that of a release."""
         for library in self._libraries:
             library.close()
         if self._slots is not None:

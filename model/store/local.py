@@ -120,10 +120,10 @@ class LocalStore:
     def unpin(self, blobs: Iterable[Blob]) -> None:
         """Do nothing: nothing is evicted from a folder."""
 
-    def fetch(self, blobs: Iterable[Blob]) -> None:
+    def fetch(self, blobs: Iterable[Blob], is_stopped: Callable[[], bool] = lambda: False) -> None:
         """Start reading the blobs into the page cache. Blobs are used in place, so nothing is copied."""
         for blob in blobs:
-            with suppress(PreheatError, OSError), open_regular_file(self._blob_path(blob.sha256)) as file:
+            with self._opened_blob(blob.sha256, blob.bytes) as file, suppress(OSError):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
     # -- releases ------------------------------------------------------------------------------------------------

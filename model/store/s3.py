@@ -7,7 +7,7 @@ requests. It is imported at the first request. A blob in the cache needs no requ
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
@@ -31,7 +31,7 @@ from model.store.keys import (
 from model.store.manifest import Blob, Manifest
 from model.store.manifest_json import parse_manifest
 from model.store.options import StoreOptions
-from model.store.sink import BufferSink, DiscardSink, Sink
+from model.store.sink import BufferSink, DiscardSink, Sink, StoppableSink
 
 if TYPE_CHECKING:
     from model.store.s3_bucket import Bucket
@@ -75,8 +75,11 @@ class S3Store:
     # -- blobs ---------------------------------------------------------------------------------------------------
 
     def get(self, digest: str, size: int) -> Path:
-        discard, part_bytes = DiscardSink(_CHUNK_BYTES), self._options.part_bytes
-        return self._cache.fetch_blob(digest, size, part_bytes, lambda partial: self._fill(digest, partial, discard))
+        return self._get(digest, size, DiscardSink(_CHUNK_BYTES))
+
+    def _get(self, digest: str, size: int, sink: Sink) -> Path:
+        part_bytes = self._options.part_bytes
+        return self._cache.fetch_blob(digest, size, part_bytes, lambda partial: self._fill(digest, partial, sink))
 
     def read(self, digest: str, into: memoryview) -> None:
         """Like `Store.read`. Always hashes the bytes in memory, once: a missing blob while it is fetched."""
@@ -94,10 +97,14 @@ class S3Store:
             if self._cache.fetch_missing(digest, size, self._options.part_bytes, fill):
                 return
 
-    def fetch(self, blobs: Iterable[Blob]) -> None:
+    def fetch(self, blobs: Iterable[Blob], is_stopped: Callable[[], bool] = lambda: False) -> None:
         """Fetch blobs into the cache in parallel. Raises the error of the first blob that fails."""
+
+        def get(blob: Blob) -> None:
+            self._get(blob.sha256, blob.bytes, StoppableSink(_CHUNK_BYTES, is_stopped))
+
         with ThreadPoolExecutor(_CONCURRENT_BLOBS, thread_name_prefix="preheat-fetch") as pool:
-            for _ in pool.map(lambda blob: self.get(blob.sha256, blob.bytes), blobs):
+            for _ in pool.map(get, blobs):
                 pass
 
     def unpin(self, blobs: Iterable[Blob]) -> None:

@@ -1,6 +1,9 @@
 """Receivers of a blob's bytes while a store reads them."""
 
+from collections.abc import Callable
 from typing import Protocol
+
+from model.errors import Unavailable
 
 
 class Sink(Protocol):
@@ -40,3 +43,16 @@ class DiscardSink:
 
     def filled(self, at: int, data: memoryview) -> None:
         pass
+
+
+class StoppableSink(DiscardSink):
+    """A `DiscardSink` that raises Unavailable after `is_stopped` is true."""
+
+    def __init__(self, chunk_bytes: int, is_stopped: Callable[[], bool]) -> None:
+        super().__init__(chunk_bytes)
+        self._is_stopped = is_stopped
+
+    def buffer(self, at: int) -> memoryview:
+        if self._is_stopped():
+            raise Unavailable("The fetch was stopped, because this server ends.")
+        return super().buffer(at)

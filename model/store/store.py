@@ -8,7 +8,7 @@ records/<kind>/<name>.json          the builder's records: drafts, engines, grap
 Nothing here writes to the store. The builder writes, with engine_builder/stores/.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote, urlsplit
@@ -40,10 +40,10 @@ class Store(Protocol):
         what `sink` raises.
         """
 
-    def fetch(self, blobs: Iterable[Blob]) -> None:
+    def fetch(self, blobs: Iterable[Blob], is_stopped: Callable[[], bool] = lambda: False) -> None:
         """Prepare `get` and `read` of `blobs`: copy blobs that this machine lacks, several at once.
 
-        A local store copies nothing. Raises CorruptBlob or StoreError.
+        A local store copies nothing. Raises CorruptBlob or StoreError, and Unavailable soon after `is_stopped` is true.
         """
 
     def read_release(self, name: str) -> Manifest:

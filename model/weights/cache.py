@@ -5,7 +5,7 @@ not mapped, so a file that changes or shrinks after the load cannot harm the ser
 """
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Self
 
@@ -25,8 +25,14 @@ class WeightsCache:
     memory is free for the next load.
     """
 
-    def __init__(self, store: Store, device: torch.device, shared: Mapping[str, Tensors] | None = None) -> None:
-        """`shared`: by digest, tensors that were loaded before."""
+    def __init__(
+        self,
+        store: Store,
+        device: torch.device,
+        shared: Mapping[str, Tensors] | None = None,
+        is_stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`shared`: by digest, tensors that were loaded before. `is_stopped`: see `stream_weights`."""
         self._store = store
         self._device = device
         self._earlier = shared or {}
@@ -34,14 +40,15 @@ class WeightsCache:
         """By digest."""
         self._streaming: Future[dict[str, Tensors]] | None = None
         self._loaded: dict[tuple[str, ...], Tensors] = {}
-        self._stopped = threading.Event()
+        self._is_stopped = is_stopped
+        self._failed = threading.Event()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and self._streaming is not None:
-            self._stopped.set()
+            self._failed.set()
             wait([self._streaming])
             self._streaming = None
 
@@ -51,11 +58,14 @@ class WeightsCache:
 
         def stream() -> dict[str, Tensors]:
             with cold_start.phase("stream"):
-                return stream_weights(self._store, blobs, self._device, stopped=self._stopped)
+                return stream_weights(self._store, blobs, self._device, is_stopped=self._must_stop)
 
         pool = ThreadPoolExecutor(1, thread_name_prefix="preheat-stream")
         self._streaming = pool.submit(stream)
         pool.shutdown(wait=False)
+
+    def _must_stop(self) -> bool:
+        return self._failed.is_set() or self._is_stopped()
 
     def load(self, record: WeightsRecord) -> Tensors:
         """Return the tensors of a component by name. Raises CorruptBlob or StoreError."""

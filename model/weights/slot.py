@@ -3,7 +3,7 @@
 Engines and CUDA graphs read weights at fixed addresses, so other weights need no new engine and no new capture.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -29,11 +29,17 @@ class WeightSlot:
     tensors: Mapping[WeightsKey, Tensors]
     fixed: Mapping[str, Tensors]
 
-    def fill(self, store: Store, records: Iterable[WeightsRecord], device: torch.device) -> None:
+    def fill(
+        self,
+        store: Store,
+        records: Iterable[WeightsRecord],
+        device: torch.device,
+        is_stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Replace the weights by `records`, all that a release has. Nothing may use the slot meanwhile.
 
         After an error it holds a mixture. Raises EngineError for tensors of other names, shapes or dtypes, CorruptBlob
-        or StoreError.
+        or StoreError, and Unavailable soon after `is_stopped` is true.
         """
         records = list({weights_key(record): record for record in records}.values())
         own = {
@@ -42,9 +48,8 @@ class WeightSlot:
             for blob in record.blobs
             if blob.sha256 not in self.fixed
         }
-        filled = stream_weights(
-            store, [blob for blob, _ in own.values()], device, into={digest: into for digest, (_, into) in own.items()}
-        )
+        into = {digest: tensors for digest, (_, tensors) in own.items()}
+        filled = stream_weights(store, [blob for blob, _ in own.values()], device, is_stopped=is_stopped, into=into)
         for record in records:
             names = {name for blob in record.blobs for name in {**filled, **self.fixed}[blob.sha256]}
             if missing := sorted(self.tensors[weights_key(record)].keys() - names):

@@ -16,7 +16,7 @@ from itertools import accumulate
 
 import torch
 
-from model.errors import EngineError, PreheatError
+from model.errors import EngineError, PreheatError, Unavailable
 from model.store.manifest import Blob
 from model.store.store import Store
 from model.weights.safetensors_header import HEADER_LIMIT, Extent, InvalidHeader, invalid_weights, read_header
@@ -80,23 +80,34 @@ class CopyLane:
             self._stream.synchronize()
 
 
+class _StoppedEarly(Exception):
+    """The caller, or the failure of another blob, ends the stream."""
+
+
 class BlobReceiver:
     """A `Sink` (model/store) that copies one blob's tensors to the device.
 
     New tensors share one allocation, in which each is aligned to 256 bytes. In the file it is aligned to its item size.
     """
 
-    def __init__(self, blob: Blob, lane: CopyLane, into: Tensors | None = None) -> None:
-        """`into`: existing tensors by name, which receive the bytes; None: new ones do."""
+    def __init__(
+        self, blob: Blob, lane: CopyLane, into: Tensors | None = None, is_stopped: Callable[[], bool] = lambda: False
+    ) -> None:
+        """`into`: existing tensors by name, which receive the bytes; None: new ones do.
+
+        `is_stopped`: true to end the stream.
+        """
         if not blob.bytes:  # `filled`, which reads the header, would never be called
             raise invalid_weights(blob.sha256, InvalidHeader("it has 0 bytes"))
-        self._blob, self._lane, self._into = blob, lane, into
+        self._blob, self._lane, self._into, self._is_stopped = blob, lane, into, is_stopped
         self._problem: PreheatError | None = None
         self._extents: dict[str, Extent] = {}
         self._targets: list[tuple[Extent, torch.Tensor]] = []  # the bytes of each tensor on the device
         self._first = 0  # index in `_targets` of the first tensor that is not complete
 
     def buffer(self, at: int) -> memoryview:
+        if self._is_stopped():
+            raise _StoppedEarly
         return self._lane.free_slot()
 
     def filled(self, at: int, data: memoryview) -> None:
@@ -186,34 +197,40 @@ def stream_weights(
     device: torch.device,
     threads: int | None = None,
     make_lane: Callable[[torch.device], CopyLane] = CopyLane,
-    stopped: threading.Event | None = None,
+    is_stopped: Callable[[], bool] = lambda: False,
     into: Mapping[str, Tensors] | None = None,
 ) -> dict[str, Tensors]:
     """Copy blobs to `device` and verify them. Returns the tensors of each blob by its digest.
 
     `into`: by digest, existing tensors that receive a blob's bytes; None: new ones do. After an error they hold a
-    mixture. `threads` defaults to the number of cores, at most MAX_THREADS. After `stopped` is set, remaining blobs are
-    skipped and missing in the result. Raises CorruptBlob or StoreError of the first failing blob; then no new tensor
-    stays on the device. Raises EngineError for a tensor that does not fit `into`.
+    mixture. `threads` defaults to the number of cores, at most MAX_THREADS. Raises CorruptBlob or StoreError of the
+    first failing blob; then no new tensor stays on the device. Raises EngineError for a tensor that does not fit
+    `into`, and Unavailable soon after `is_stopped` is true.
     """
-    waiting = deque(sorted({blob.sha256: blob for blob in blobs}.values(), key=lambda blob: -blob.bytes))
+    by_digest = {blob.sha256: blob for blob in blobs}
+    waiting = deque(sorted(by_digest.values(), key=lambda blob: -blob.bytes))
     count = max(1, min(threads or min(MAX_THREADS, os.cpu_count() or 1), len(waiting)))
-    stopped = stopped or threading.Event()
+    failed = threading.Event()
     done: dict[str, Tensors] = {}
+
+    def must_stop() -> bool:
+        return failed.is_set() or is_stopped()
 
     def work() -> None:
         lane = make_lane(device)
         try:
-            while not stopped.is_set():
+            while not must_stop():
                 try:
                     blob = waiting.popleft()
                 except IndexError:
                     return
-                sink = BlobReceiver(blob, lane, None if into is None else into[blob.sha256])
+                sink = BlobReceiver(blob, lane, None if into is None else into[blob.sha256], must_stop)
                 store.stream(blob.sha256, blob.bytes, sink)
                 done[blob.sha256] = sink.tensors()
+        except _StoppedEarly:
+            return
         except BaseException:
-            stopped.set()
+            failed.set()
             raise
         finally:
             lane.finish()
@@ -222,4 +239,6 @@ def stream_weights(
         tasks = [pool.submit(work) for _ in range(count)]
     for task in tasks:
         task.result()
+    if done.keys() != by_digest.keys():
+        raise Unavailable("The load was stopped, because this server ends.")
     return done

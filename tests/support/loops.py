@@ -74,7 +74,14 @@ def make_image(model: LoadedModel, **changes: Any) -> ImageState:
 
 
 def graph_loop(unet: DenoiserVariant, queue: StepQueue | None = None) -> GraphLoop:
-    return GraphLoop(Denoiser((unet,)), HEIGHT, WIDTH, CPU, queue)
+    return captured(GraphLoop(Denoiser((unet,)), HEIGHT, WIDTH, CPU, queue))
+
+
+def captured(loop: GraphLoop) -> GraphLoop:
+    """Return a loop with all of its graphs."""
+    for _ in loop.capture():
+        pass
+    return loop
 
 
 def eager_loop(unet: DenoiserVariant) -> EagerLoop:

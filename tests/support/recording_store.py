@@ -1,6 +1,6 @@
 """A store that records the blobs that are fetched, and those that are read."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from model.store.local import LocalStore
@@ -16,7 +16,7 @@ class RecordingStore(LocalStore):
         self.fetched: set[str] = set()
         self.blobs_read: set[str] = set()
 
-    def fetch(self, blobs: Iterable[Blob]) -> None:
+    def fetch(self, blobs: Iterable[Blob], is_stopped: Callable[[], bool] = lambda: False) -> None:
         blobs = list(blobs)
         self.fetched |= {blob.sha256 for blob in blobs}
         super().fetch(blobs)

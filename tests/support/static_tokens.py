@@ -9,6 +9,7 @@ from model.engines.engine import EngineSet
 from model.engines.signatures import TOKENS
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.spec import UNET
+from tests.support.loops import captured
 
 
 def with_static_tokens(denoiser: Denoiser, tokens: int = 77) -> Denoiser:
@@ -23,7 +24,7 @@ def with_static_tokens(denoiser: Denoiser, tokens: int = 77) -> Denoiser:
 def with_graph_loop(model: LoadedModel, side: int, tokens: int = 77) -> LoadedModel:
     """Return the model with a loop of square images that has the buffers of a GPU's, and whose graphs run op by op."""
     denoiser = with_static_tokens(model.denoiser(UNET, side, side), tokens)
-    return replace(model, loops={(UNET, side, side): GraphLoop(denoiser, side, side, model.device)})
+    return replace(model, loops={(UNET, side, side): captured(GraphLoop(denoiser, side, side, model.device))})
 
 
 def _static(engines: EngineSet, tokens: int) -> EngineSet:

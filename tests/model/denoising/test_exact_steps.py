@@ -27,7 +27,7 @@ from model.store.manifest import Fp16Steps
 from tests.support import loops
 from tests.support.images import largest_difference
 from tests.support.linear_networks import PLAIN, Stub, linear_model, stub
-from tests.support.loops import CPU, HEIGHT, WIDTH, assert_latents, bucketed, make_image, run_to_end
+from tests.support.loops import CPU, HEIGHT, WIDTH, assert_latents, bucketed, captured, make_image, run_to_end
 from tests.support.parity import image_of
 from tests.support.scheduling import results
 
@@ -35,7 +35,8 @@ from tests.support.scheduling import results
 def make_loop(kind: str, inner: DenoiserVariant, outer: DenoiserVariant) -> Loop:
     """Return a loop with an 8-bit UNet and one in fp16."""
     denoiser = Denoiser((replace(inner, exact=False), outer))
-    return GraphLoop(denoiser, HEIGHT, WIDTH, CPU) if kind == "graphs" else EagerLoop(denoiser, HEIGHT, WIDTH)
+    graphs = kind == "graphs"
+    return captured(GraphLoop(denoiser, HEIGHT, WIDTH, CPU)) if graphs else EagerLoop(denoiser, HEIGHT, WIDTH)
 
 
 def exact_image(model: LoadedModel, first: int, last: int, **changes: object) -> ImageState:

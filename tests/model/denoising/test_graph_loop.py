@@ -133,6 +133,13 @@ def test_other_settings_need_no_new_capture(model: LoadedModel) -> None:
     assert queue.captured == 6 and queue.replays == 2 * (5 * len(SAMPLERS) + 4 + 3)
 
 
+def test_captures_one_graph_in_each_part(model: LoadedModel) -> None:
+    """So that other loops can run steps between two of them."""
+    queue = RecordingQueue(CPU)
+    loop = GraphLoop(Denoiser((bucketed(model, 1, 2, 4),)), HEIGHT, WIDTH, CPU, queue)
+    assert [queue.captured for _ in loop.capture()] == [1, 2, 3, 4]
+
+
 class LateQueue(StepQueue, TorchDispatchMode):
     """The queue of the slowest possible device: it reads what was uploaded for a step only when the host waits."""
 

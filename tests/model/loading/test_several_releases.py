@@ -23,7 +23,7 @@ from engine_builder.stores.store import WritableStore, open_writable_store
 from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.deployment import Deployment, ServedAdapters, resolve_releases
-from model.errors import ConfigError, EngineError, ManifestError, ReleaseNotFound
+from model.errors import ConfigError, EngineError, ManifestError, ReleaseNotFound, Unavailable
 from model.loading.alike import check_alike
 from model.loading.load import Loaded
 from model.loading.releases import Releases, slot_of
@@ -186,6 +186,16 @@ def test_refuses_weights_that_do_not_fit_a_slot(store: WritableStore) -> None:
         releases.fill(1, replace(slot, weights=replace(slot.weights, tensors=tensors)))
 
 
+def test_stops_loads(store: WritableStore) -> None:
+    releases = resolved(store)
+    slot = slot_of(releases.open(0))
+    releases.fill(1, slot)
+    releases.stop()
+    for load_one in (lambda: releases.fill(0, slot), lambda: releases.open(1)):
+        with pytest.raises(Unavailable, match="The load was stopped"):
+            load_one()
+
+
 def test_adapters_of_one_release_change_no_other(store: WritableStore, alone: dict[str, Pixels]) -> None:
     loaded = load(store, adapters=ServedAdapters(("spots",)))
     for one in loaded:
@@ -334,6 +344,8 @@ def test_a_swap_that_fails_harms_no_other_release(
     content = file.read_bytes()
     with start_server(layout, tmp_path, own, weight_slots=1) as server, http_client(server) as client:
         server.wait_ready(READY_SECONDS)
+        for name in ("style/1", "toy-sdxl/1"):
+            check_image(client, alone[name], model=name)
         file.unlink()
         if damage != "deleted":
             changed = content[:-1] + bytes([content[-1] ^ 1])
@@ -343,6 +355,9 @@ def test_a_swap_that_fails_harms_no_other_release(
             assert answer.status_code == 503 and "Release style/2 cannot be loaded." in answer.text, answer.text
             for name in ("toy-sdxl/1", "style/1"):
                 check_image(client, alone[name], model=name)
+        # A missing or cut file is found before a slot is given up.
+        fills = {"deleted": 5, "cut": 5, "changed": 6}
+        assert f'preheat_release_loads_total{{outcome="fill"}} {fills[damage]}' in client.get("/metrics/").text
         file.unlink(missing_ok=True)
         file.write_bytes(content)
         check_image(client, alone["style/2"], model="style/2")

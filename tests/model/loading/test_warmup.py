@@ -1,34 +1,42 @@
 """The warm-up runs every size and reports a lack of memory. A later measurement finds what the calls of a step take."""
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from model.cold_start import ColdStart, warm_up_part
 from model.cuda.probe import DeviceProbe
 from model.denoising.cover import Kind
 from model.engines.engine import EngineSet
 from model.errors import EngineError, OutOfDeviceMemory
 from model.loading.load import Loaded
 from model.loading.served import Defaults, ServedModel, SizeList, SizeRange
-from model.loading.warmup import step_measurement, warm_up
+from model.loading.warmup import step_measurement, warm_up, warm_up_in_parts
 from model.pipeline import spec
 from model.pipeline.loaded_model import LoadedModel
 from model.store.manifest import Bucket, Span
 from tests.support.linear_networks import PLAIN, Stub, linear_model, stub
 from tests.support.parity import image_of
 
+SIZES = ((64, 64), (96, 64))
+
 
 @pytest.fixture
 def loaded() -> Loaded:
     """Two sizes, with UNet engines of batch 2, 4 and 8 for each."""
+    served = ServedModel(64, 64, SizeList(SIZES), has_refiner=True, defaults=Defaults())
+    return Loaded(static_model(), served, "line/1", "cpu", "aot_inductor", 0)
+
+
+def static_model() -> LoadedModel:
     model = linear_model()
-    sizes = ((64, 64), (96, 64))
     for name in (spec.UNET, spec.REFINER_UNET):
         engines = []
-        for width, height in sizes:
+        for width, height in SIZES:
             for batch in (2, 4, 8):
                 engines.append(replace(stub(model, name)))
                 engines[-1].bucket = Bucket(
@@ -37,8 +45,7 @@ def loaded() -> Loaded:
                     width=Span(min=width, max=width),
                 )
         model.engines[name] = EngineSet(engines)
-    served = ServedModel(64, 64, SizeList(sizes), has_refiner=True, defaults=Defaults())
-    return Loaded(model, served, "line/1", "cpu", "aot_inductor", 0)
+    return model
 
 
 class FakeProbe(DeviceProbe):
@@ -99,6 +106,23 @@ def test_makes_every_loop_and_runs_every_size(loaded: Loaded) -> None:
     assert [inputs["pixels"].shape[-1] for inputs in encoder.seen] == [96]
 
 
+def test_other_work_may_run_between_two_parts(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not count as a part of the warm-up."""
+    now = 0.0
+    monkeypatch.setattr("model.cold_start.time.perf_counter", lambda: now)
+    cold_start, images = ColdStart(), list[int]()
+    with torch.inference_mode():
+        for _ in warm_up_in_parts(loaded, cold_start=cold_start):
+            images.append(len(stub(loaded.model, spec.VAE_DECODER).seen))
+            now += 1
+            with warm_up_part("of another model"):
+                now += 1
+    assert {1, 2} == {*images} and len(images) >= 4, "two images, and texts"
+    assert set(cold_start.phases.values()) == {0.0}
+    assert {"warm_up_image_64x64", "warm_up_image_96x64", "warm_up_texts", "warm_up_preview"} < cold_start.phases.keys()
+    assert "warm_up_of another model" not in cold_start.phases
+
+
 def test_a_size_that_is_not_warmed_up_is_made_by_its_first_request(loaded: Loaded) -> None:
     cold = replace(loaded, served=replace(loaded.served, cold_sizes=((96, 64),)))
     with torch.inference_mode():
@@ -130,7 +154,22 @@ def test_measures_every_call_of_each_listed_size(loaded: Loaded) -> None:
     for width in (64, 96):
         seconds = [seconds_of(loaded, width, entries) for entries in (1, 2, 4, 5)]
         assert seconds == pytest.approx([0.031, 0.031, 0.062, 0.081])
-    assert not loaded.model.step_times
+
+
+def test_loops_of_later_slots_have_the_measured_times(loaded: Loaded) -> None:
+    """Also where the engines of each size have times of their own, and if another release is in the first slot."""
+    first, second, third = loaded.model, static_model(), static_model()
+    first.same_code.append(first.loops)
+    with torch.inference_mode():
+        warm_up(loaded)
+        second.loop(spec.UNET, 64, 96)
+    first.same_code.append(second.loops)
+    first_slot = replace(loaded, model=copy(first))
+    first.run_on(second)
+    measure(loaded, FakeProbe(second, {2: 0.031, 4: 0.080, 8: 0.081}))
+    third.step_times = first.step_times  # opened after the measurement
+    for model in (first_slot.model, second, third):
+        assert seconds_of(replace(loaded, model=model), 96, 5) == pytest.approx(0.081)
 
 
 def test_a_gpu_is_measured_under_load(loaded: Loaded) -> None:

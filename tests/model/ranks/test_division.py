@@ -22,6 +22,7 @@ from model.pipeline.runner import Runner
 from model.pipeline.text_to_image import denoise
 from model.store.manifest import Bucket, Span
 from tests.support.linear_networks import PLAIN, Stub, linear_model, stub
+from tests.support.loops import captured
 
 HEIGHT, WIDTH = 64, 96
 DEADLINE = 30.0  # seconds, of a collective
@@ -74,7 +75,7 @@ class CapturingQueue(StepQueue):
 
 def graph_loop(denoiser: Denoiser) -> GraphLoop:
     device = torch.device("cpu")
-    return GraphLoop(denoiser, HEIGHT, WIDTH, device, CapturingQueue(device))
+    return captured(GraphLoop(denoiser, HEIGHT, WIDTH, device, CapturingQueue(device)))
 
 
 def eager_loop(denoiser: Denoiser) -> EagerLoop:

@@ -1,9 +1,10 @@
 """More releases than slots for their weights: which of them are on the device, and when."""
 
+import itertools
 import random
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from model.engines.engine import EngineSet
-from model.errors import CorruptBlob, EngineError, OutOfDeviceMemory, ReleaseNotLoaded
+from model.errors import CorruptBlob, EngineError, OutOfDeviceMemory, ReleaseNotLoaded, StoreError, Unavailable
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.runner import Runner
 from model.scheduling.job import Job
@@ -55,7 +56,12 @@ def slot_of(model: LoadedModel) -> Slot:
 
 
 class Loader:
-    """Implements `SlotLoader`. `room`: further slots that can be opened. `fails`: errors of loads, by release."""
+    """Implements `SlotLoader`. `room`: further slots that can be opened. `fails`: errors of loads, by release.
+
+    `may_fetch`: lets fetches of a release end. `fetch_fails`: errors of fetches, by release.
+
+    `part`: runs in each part of the work that precedes the first request of a release; True: it was the last part.
+    """
 
     def __init__(self, count: int, room: int) -> None:
         self.models = [weighted_model(0.01 * (number + 1)) for number in range(count)]
@@ -65,6 +71,13 @@ class Loader:
         self.fails: dict[int, Exception] = {}
         self.loads: list[tuple[str, int]] = []
         self.begun: list[tuple[int, bool]] = []
+        self.may_fetch = [threading.Event() for _ in range(count)]
+        for event in self.may_fetch:
+            event.set()
+        self.fetch_fails: dict[int, Exception] = {}
+        self.fetches: list[int] = []
+        self.stopped = threading.Event()
+        self.part: Callable[[], bool] = lambda: True
         self.may_end = threading.Event()
         self.may_end.set()
 
@@ -73,6 +86,12 @@ class Loader:
 
     def has_room(self) -> bool:
         return self.room > 0
+
+    def fetch(self, index: int) -> None:
+        self.fetches.append(index)
+        assert self.may_fetch[index].wait(TIMEOUT_SECONDS)
+        if index in self.fetch_fails:
+            raise self.fetch_fails[index]
 
     def open(self, index: int) -> Slot:
         self._load("open", index)
@@ -84,27 +103,35 @@ class Loader:
         self._load("fill", index)
         slot.weights.tensors[KEY]["weight"].fill_(0.01 * (index + 1))
 
-    def begin(self, index: int, is_new: bool) -> None:
+    def stop(self) -> None:
+        self.stopped.set()
+
+    def begin(self, index: int, is_new: bool) -> Iterator[None]:
+        while not self.part():
+            yield
         self.begun.append((index, is_new))
 
     def _load(self, kind: str, index: int) -> None:
         self.loads.append((kind, index))
-        assert self.may_end.wait(TIMEOUT_SECONDS)
+        eventually(lambda: self.may_end.is_set() or self.stopped.is_set(), "the end of the load")
+        if self.stopped.is_set():
+            raise Unavailable("The load was stopped.")
         if index in self.fails:
             raise self.fails[index]
 
 
 @contextmanager
-def serving(loader: Loader, turn_seconds: float = 0.0, unasked: bool = False) -> Iterator[Scheduler]:
+def serving(loader: Loader, turn_seconds: float = 0.0, unasked: bool = False, **limits: float) -> Iterator[Scheduler]:
     slots = WeightSlots(loader.runners, loader, slot_of(loader.models[0]), turn_seconds=turn_seconds)
-    scheduler = Scheduler(loader.runners, Limits(max_queue=1000), lambda: None, slots=slots)
+    scheduler = Scheduler(loader.runners, Limits(max_queue=1000, **limits), lambda: None, slots=slots)
     if unasked:
         scheduler.call(slots.open_unasked)
     try:
         yield scheduler
     finally:
-        loader.may_end.set()
         scheduler.close()
+        for event in loader.may_fetch:
+            event.set()
 
 
 def alone(index: int, seed: int) -> list[str]:
@@ -158,6 +185,87 @@ def test_other_releases_go_on_during_a_load() -> None:
         assert not waiting.done
         loader.may_end.set()
         assert results(waiting)[0].images == alone(2, 1)
+
+
+def test_no_slot_is_given_up_before_the_weights_are_fetched() -> None:
+    loader = Loader(3, room=0)
+    loader.may_fetch[1].clear()
+    with serving(loader) as scheduler:
+        waiting = scheduler.submit(params(1), model=1)
+        eventually(lambda: loader.fetches == [1], "the fetch")
+        for seed in range(5):
+            [result] = results(scheduler.submit(params(seed), model=0))
+            assert result.images == alone(0, seed) and scheduler.resident == (0,) and not loader.loads
+        assert results(scheduler.submit(params(2), model=2))[0].images == alone(2, 2), "delayed by another's fetch"
+        assert not waiting.done
+        loader.may_fetch[1].set()
+        assert results(waiting)[0].images == alone(1, 1)
+        assert loader.fetches == [1, 2] and loader.loads == [("fill", 2), ("fill", 1)]
+
+
+def test_a_failed_fetch_leaves_the_slots_as_they_are() -> None:
+    loader = Loader(2, room=0)
+    loader.fetch_fails[1] = StoreError("The bucket does not answer.")
+    with serving(loader) as scheduler:
+        with paused(scheduler):
+            failing = [scheduler.submit(params(seed), model=1) for seed in range(3)]
+            other = scheduler.submit(params(4), model=0)
+        for job in failing:
+            with pytest.raises(ReleaseNotLoaded, match="style/1 cannot be loaded. The bucket does not answer."):
+                job.result.result(TIMEOUT_SECONDS)
+        assert results(other)[0].images == alone(0, 4)
+        assert scheduler.resident == (0,) and not loader.loads
+        loader.fetch_fails.clear()
+        assert results(scheduler.submit(params(5), model=1))[0].images == alone(1, 5)
+
+
+def test_a_failed_fetch_without_a_request_is_not_repeated() -> None:
+    loader = Loader(3, room=2)
+    loader.fetch_fails[1] = StoreError("The bucket does not answer.")
+    with serving(loader, unasked=True) as scheduler:
+        eventually(lambda: scheduler.resident == (0, 2), "the slot of the other release")
+        results(scheduler.submit(params(0), model=0))
+        assert loader.fetches == [1, 2]
+
+
+def test_images_go_on_during_the_warm_up_of_a_slot() -> None:
+    """It takes longer than a step may take."""
+    loader, may_end, parts = Loader(2, room=1), threading.Event(), list[float]()
+
+    def part() -> bool:
+        time.sleep(0.02)
+        parts.append(time.monotonic())
+        return may_end.is_set()
+
+    loader.part = part
+    with serving(loader, stuck_seconds=1) as scheduler:
+        waiting = scheduler.submit(params(1), model=1)
+        eventually(lambda: len(parts) > 3, "the warm-up goes on without another request")
+        for seed in range(10):
+            before, [result] = len(parts), results(scheduler.submit(params(seed), model=0))
+            assert result.images == alone(0, seed) and len(parts) > before
+            assert scheduler.resident == (0,) and not waiting.done
+        eventually(lambda: parts[-1] - parts[0] > 1.5, "a warm-up of some length")
+        assert scheduler.healthy()
+        may_end.set()
+        assert results(waiting)[0].images == alone(1, 1)
+        assert (scheduler.resident, loader.begun) == ((0, 1), [(1, True)])
+
+
+def test_a_failed_warm_up_leaves_the_other_slots() -> None:
+    loader, parts = Loader(2, room=1), itertools.count()
+
+    def part() -> bool:
+        if next(parts) == 3:
+            raise OutOfDeviceMemory("No memory.")
+        return False
+
+    loader.part = part
+    with serving(loader) as scheduler:
+        waiting = scheduler.submit(params(1), model=1)
+        eventually(lambda: loader.loads[-1:] == [("fill", 1)], "the release in the slot that exists")
+        loader.part = lambda: True
+        assert results(waiting, scheduler.submit(params(2), model=0))[0].images == alone(1, 1)
 
 
 def test_a_release_that_is_always_asked_for_leaves_after_its_turn() -> None:
@@ -244,6 +352,17 @@ def test_closing_answers_requests_that_wait_for_a_release() -> None:
         eventually(lambda: loader.loads == [("fill", 1)], "the load")
     with pytest.raises(Exception, match="This server has ended"):
         job.result.result(TIMEOUT_SECONDS)
+    assert scheduler.resident == (), "a stopped load"
+
+
+def test_closing_waits_for_no_fetch() -> None:
+    loader = Loader(2, room=0)
+    loader.may_fetch[1].clear()
+    with serving(loader) as scheduler:
+        scheduler.submit(params(0), model=1)
+        eventually(lambda: loader.fetches == [1], "the fetch")
+        scheduler.close()
+        assert not loader.may_fetch[1].is_set() and scheduler.resident == (0,)
 
 
 def test_a_cancelled_request_starts_no_load_later() -> None:

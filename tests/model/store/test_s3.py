@@ -1,6 +1,7 @@
 """A store in a bucket of a real object store."""
 
 import hashlib
+import itertools
 import os
 import random
 import threading
@@ -12,7 +13,7 @@ import pytest
 
 from engine_builder.stores.s3_uploads import UPLOAD_PART_BYTES
 from engine_builder.stores.store import open_writable_store
-from model.errors import CorruptBlob, ManifestError, ReleaseExists, ReleaseNotFound, StoreError
+from model.errors import CorruptBlob, ManifestError, ReleaseExists, ReleaseNotFound, StoreError, Unavailable
 from model.store.manifest import Blob
 from model.store.s3 import S3Store, split_url
 from model.store.s3_bucket import fits_etag
@@ -139,6 +140,20 @@ def test_fetches_blobs_in_parallel(open_bucket: Opener, proxy: FaultyProxy, tmp_
     proxy.on_request = wait_for_others
     open_bucket(endpoint=proxy.url, cache_dir=tmp_path / "other", attempts=1).fetch(blobs)
     assert file_names(tmp_path / "other") == {blob.sha256 for blob in blobs}
+
+
+def test_a_fetch_can_be_stopped(open_bucket: Opener, tmp_path: Path) -> None:
+    """It keeps the parts that have arrived."""
+    store = open_bucket()
+    data = bytes(3 * 2**20)
+    blob = Blob(sha256=store.put_bytes(data), bytes=len(data))
+    other = open_bucket(cache_dir=tmp_path / "other")
+    asked = itertools.count()
+    with pytest.raises(Unavailable, match="stopped"):
+        other.fetch([blob], lambda: next(asked) == 2)
+    assert not file_names(tmp_path / "other")
+    other.fetch([blob])
+    assert file_names(tmp_path / "other") == {blob.sha256}
 
 
 def test_missing_blob_is_named(open_bucket: Opener) -> None:

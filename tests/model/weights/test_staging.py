@@ -7,7 +7,7 @@ import json
 import math
 import random
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from safetensors.torch import save
 
 from engine_builder.stores.local import WritableLocalStore
 from model.cold_start import ColdStart
-from model.errors import CorruptBlob, StoreError
+from model.errors import CorruptBlob, StoreError, Unavailable
 from model.store.manifest import Blob, WeightsRecord
 from model.store.sink import Sink
 from model.weights.cache import WeightsCache
@@ -171,6 +171,22 @@ def test_load_streams_weights_and_verifies_them(store: WritableLocalStore) -> No
         load_release(store, deployed(RELEASE_NAME), [cpu_target()], ColdStart())
 
 
+@pytest.mark.parametrize("blobs", [1, 3])
+def test_a_stopped_stream_ends_within_a_blob(store: WritableLocalStore, blobs: int) -> None:
+    """It counts as no success."""
+    buffers: list[memoryview] = []
+
+    class CountingLane(SmallLane):
+        def free_slot(self) -> memoryview:
+            buffers.append(super().free_slot())
+            return buffers[-1]
+
+    entries = [put_blob(store, save({"a": torch.full((40960,), float(seed))})) for seed in range(blobs)]
+    with pytest.raises(Unavailable, match="stopped"):
+        stream_weights(store, entries, CPU, 1, CountingLane, is_stopped=lambda: len(buffers) >= 3)
+    assert len(buffers) == 3 < 40960 * 4 // 4096
+
+
 def test_failing_load_stops_streaming(tmp_path: Path) -> None:
     begun, failed, ended = threading.Event(), threading.Event(), threading.Event()
 
@@ -182,7 +198,7 @@ def test_failing_load_stops_streaming(tmp_path: Path) -> None:
             assert failed.wait(TIMEOUT_SECONDS)
             super().stream(digest, size, sink)
 
-        def fetch(self, blobs: Iterable[Blob]) -> None:
+        def fetch(self, blobs: Iterable[Blob], is_stopped: Callable[[], bool] = lambda: False) -> None:
             assert begun.wait(TIMEOUT_SECONDS)
             failed.set()
             raise StoreError("The store is offline.")
