@@ -139,10 +139,11 @@ def resolve_releases(patterns: Sequence[str], store: Store) -> tuple[str, ...]:
         found = store.releases(pattern.removesuffix("/*"))
         if not found:
             raise release_not_found(pattern, store.url, store.releases())
-        names += sorted(found, key=_version_number, reverse=True)
+        names += sorted(found, key=version_number, reverse=True)
     return tuple(dict.fromkeys(names))
 
 
-def _version_number(release: str) -> int:
+def version_number(release: str) -> int:
+    """Return the number that a release's version is, -1 if it is no number."""
     version = release.rpartition("/")[2]
     return int(version) if re.fullmatch("[0-9]{1,18}", version) else -1

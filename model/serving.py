@@ -8,12 +8,16 @@ import gc
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 from model import metrics
 from model.child_process import FAILED_EXIT_CODE, exit_soon
 from model.cold_start import ColdStart
 from model.deployment import Deployment
+from model.errors import PreheatError
+from model.loading.embeddings import NewEmbeddings
 from model.loading.load import Loaded
 from model.loading.releases import Releases, open_releases, slot_of
 from model.loading.runtimes import find_targets
@@ -24,8 +28,11 @@ from model.scheduling.scheduler import Scheduler
 from model.scheduling.weight_slots import Slot, WeightSlots
 from model.settings import Settings
 from model.store.store import Store
+from model.weights.slot import WeightSlot
 
 logger = logging.getLogger("preheat")
+
+EMBEDDING_SECONDS = 10.0
 
 
 def start_server(
@@ -106,7 +113,59 @@ def start_server(
     )
     if slots is not None:
         scheduler.call(slots.open_unasked)
+    if settings.follow_embeddings:
+        EmbeddingUpdates(releases, runners, loaded[0].slot, slots, scheduler).start()
     return loaded, scheduler
+
+
+class EmbeddingUpdates:
+    """Takes over the embeddings of later versions of the releases, see `model.loading.embeddings`."""
+
+    def __init__(
+        self,
+        releases: Releases,
+        runners: Sequence[Runner],
+        first: WeightSlot,
+        slots: WeightSlots | None,
+        scheduler: Scheduler,
+    ) -> None:
+        """`first`: the weights of the only release if there are no slots."""
+        self._releases, self._runners, self._first = releases, runners, first
+        self._slots, self._scheduler = slots, scheduler
+
+    def start(self) -> None:
+        """Look for later versions every `EMBEDDING_SECONDS` in which requests arrived, on a thread of its own."""
+        threading.Thread(target=self._run, name="preheat-embeddings", daemon=True).start()
+
+    def update(self) -> None:
+        """Look for later versions now. A release that cannot be updated is logged, and goes on as it is."""
+        for index, runner in enumerate(self._runners):
+            try:
+                found = self._releases.find_embeddings(index, runner.model.tokenizers)
+                if found is not None and self._scheduler.call(partial(self._use, index, found)).result():
+                    entry = {"event": "embeddings_added", "release": self._releases.name(index)}
+                    version = found.selection.manifest.name
+                    logger.info(json.dumps(entry | {"version": version, "embeddings": found.tokens}))
+            except PreheatError as error:
+                logger.error("Embeddings of %s cannot be taken over. %s", self._releases.name(index), error)
+
+    def _run(self) -> None:
+        seen = 0
+        while not self._scheduler.is_closed:
+            time.sleep(EMBEDDING_SECONDS)
+            if (count := self._scheduler.submissions) != seen:
+                seen = count
+                self.update()
+
+    def _use(self, index: int, found: NewEmbeddings) -> bool:
+        """Return False if the release is being loaded without them. Runs on the scheduler's thread."""
+        runner = self._runners[index]
+        if self._slots is not None and self._slots.is_loaded_now(runner):
+            return False
+        weights = self._first if self._slots is None else self._slots.weights_of(runner)
+        runner.model.use_embeddings(found.tokenizers, lambda: None if weights is None else found.write(weights))
+        self._releases.use_embeddings(index, found)
+        return True
 
 
 class _SlotLoader:

@@ -150,6 +150,8 @@ class Settings(StrictModel):
     limits: Limits = Limits()
     loras: Annotated[list[AdapterPattern], BeforeValidator(_split_names)] = []
     """The adapters of the store that requests may use. `*` and `?` stand for the names that the store has then."""
+    follow_embeddings: bool = False
+    """True: embeddings of later versions of the releases (`preheat add-embedding`) are taken over without a restart."""
     gpus_per_image: Annotated[int, Field(ge=1, le=8)] = 1
     """GPUs that divide the UNet's batch among them, so that the halves of guidance run at the same time."""
     workers: Annotated[int, Field(ge=1, le=8)] | None = None

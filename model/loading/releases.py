@@ -7,7 +7,7 @@ which releases have a slot; see `model.scheduling.weight_slots`.
 
 import copy
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,9 @@ from model.adapters.block_scales import unet_blocks
 from model.cold_start import ColdStart
 from model.deployment import Deployment
 from model.engines.tensorrt.runtime_caches import RuntimeCacheFolder
+from model.errors import CorruptBlob, PreheatError, StoreError
 from model.loading.alike import check_alike
+from model.loading.embeddings import NewEmbeddings, later_versions, read_embeddings
 from model.loading.load import Loaded, load, open_tokenizers, read_blobs, resolve
 from model.loading.memory import check_memory, free_memory, needed_bytes
 from model.loading.runtimes import find_targets, runtime_cache_folder
@@ -49,7 +51,7 @@ class Releases:
         AdapterNotFound, AdapterError or StoreError, and ConfigError for releases that cannot share a server. No blob is
         read before.
         """
-        self._store, self._caches, self._cold_start = store, caches, cold_start
+        self._store, self._caches, self._cold_start, self._targets = store, caches, cold_start, targets
         self._device = torch.device("cuda:0" if targets[0].device == "cuda" else "cpu")
         if self._device.type == "cuda":
             # The host has little work, and waking a thread on each of its cores takes longer than the work.
@@ -66,6 +68,7 @@ class Releases:
         is_alone = len(digests) == 1 or bool(deployment.adapters.names)
         self._common = frozenset[str]() if is_alone else frozenset.intersection(*map(frozenset, digests))
         self._first: Loaded | None = None
+        self._other_versions: set[str] = set()  # later ones that cannot be used, or differ in more than embeddings
         self._stopped = threading.Event()
 
     def __len__(self) -> int:
@@ -108,7 +111,7 @@ class Releases:
         if library is not None:
             library, served = library.for_other_weights(), replace(served, unet_blocks=unet_blocks(library.layers))
         model = first.model.sharing(
-            tokenizers=tokenizers,
+            tokenizers=dict(tokenizers),  # the release's own: it may get embeddings
             noise_schedules=dict(one.noise_schedules),
             settings=selection.manifest.settings,
             fp16_steps=selection.fp16_steps or Fp16Steps(),
@@ -140,6 +143,32 @@ class Releases:
     def stop(self) -> None:
         """Let `fetch`, `open` and `fill` raise Unavailable soon. Any thread may call it."""
         self._stopped.set()
+
+    def find_embeddings(self, index: int, tokenizers: Mapping[str, ClipTokenizer]) -> NewEmbeddings | None:
+        """Return what the latest version of a release adds that differs from it in embeddings only, or None.
+
+        `tokenizers`: those of the release. Raises what `read_embeddings` raises.
+        """
+        one = self._resolved[index]
+        for name in later_versions(self._store, one.selection.manifest):
+            if name in self._other_versions:
+                continue
+            try:
+                found = read_embeddings(
+                    self._store, name, one.selection, one.deployment, self._targets, tokenizers, self._common
+                )
+            except PreheatError as error:
+                if isinstance(error, CorruptBlob) or not isinstance(error, StoreError):
+                    self._other_versions.add(name)
+                raise
+            if found is not None:
+                return found
+            self._other_versions.add(name)
+        return None
+
+    def use_embeddings(self, index: int, found: NewEmbeddings) -> None:
+        """From now on, load the weights of a release with these embeddings."""
+        self._resolved[index] = replace(self._resolved[index], selection=found.selection)
 
     def has_room(self) -> bool:
         """True if the device has the memory of another slot, as far as is known.

@@ -23,7 +23,7 @@ def check_token_ids(
     `contents`: the verified maps of constants, by digest. Opening an engine compares its map with the weights. Raises
     ManifestError for a damaged map.
     """
-    for component, tokenizer in _text_encoders(selection):
+    for component, tokenizer in text_encoders(selection):
         for engine in selection.engines.get(component, ()):
             for constant in parse_constants(contents[engine.constants.sha256]).values():
                 largest, rows = tokenizers[tokenizer].largest_id, next(iter(constant.shape), 0)
@@ -36,11 +36,11 @@ def check_token_ids(
 
 def token_tables(selection: Selection) -> list[Blob]:
     """Return the maps of constants that `check_token_ids` reads."""
-    engines = [engine for name, _ in _text_encoders(selection) for engine in selection.engines.get(name, ())]
+    engines = [engine for name, _ in text_encoders(selection) for engine in selection.engines.get(name, ())]
     return list({engine.constants.sha256: engine.constants for engine in engines}.values())
 
 
-def _text_encoders(selection: Selection) -> Iterator[tuple[str, str]]:
+def text_encoders(selection: Selection) -> Iterator[tuple[str, str]]:
     """Yield the text encoders with engines, and their tokenizers."""
     for denoiser in FAMILIES[selection.manifest.family].denoisers:
         for component, tokenizer in denoiser.text_encoders:

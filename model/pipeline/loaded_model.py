@@ -1,6 +1,7 @@
 """A release in memory, as the pipeline uses it."""
 
 from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -140,11 +141,23 @@ class LoadedModel:
         if adapters == self.active_adapters:
             return
         assert self.adapters is not None
+        with self._between_texts():
+            self.adapters.merge(adapters)
+
+    def use_embeddings(self, tokenizers: Mapping[str, ClipTokenizer], write: Callable[[], None]) -> None:
+        """Read prompts with these tokenizers from now on, after `write` has written the rows of their embeddings."""
+        with self._between_texts():
+            write()
+        self.tokenizers.update(tokenizers)  # in place: a model that shares the engines shares them
+
+    @contextmanager
+    def _between_texts(self) -> Iterator[None]:
+        """Order work on the current stream after earlier texts are encoded, and before later ones are."""
         text_streams = (self.text_stream, self.first_text_stream)
         for stream in text_streams:
             stream.finish_before_current()
         try:
-            self.adapters.merge(adapters)
+            yield
         finally:
             for stream in text_streams:
                 stream.start_after_current()

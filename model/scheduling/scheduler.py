@@ -84,6 +84,8 @@ class Scheduler:
         self._device = runners[0].model.device
         self._on_device_failure = on_device_failure
         self.comparison = comparison
+        self.submissions = 0
+        """The number of accepted requests. Any thread may read it."""
         self._wakeup = threading.Condition()  # guards the next eight attributes
         self._idle_work: Iterator[None] | None = None
         self._idle_work_since = 0.0  # by time.monotonic(): its arrival, or its last interruption of requests
@@ -144,6 +146,7 @@ class Scheduler:
             self._leave_queue(count)
             raise
         with self._wakeup:
+            self.submissions += 1
             job.images_ahead = self._queued_images - count
             self._accepted.add(job)
             self._inbox.append(job)
@@ -189,6 +192,11 @@ class Scheduler:
         last = self._last_progress
         stuck = last is not None and time.monotonic() - last > self.limits.stuck_seconds
         return self._thread.is_alive() and self._failure is None and not stuck
+
+    @property
+    def is_closed(self) -> bool:
+        """True once `close` was called."""
+        return self._closed
 
     @property
     def queued_images(self) -> int:

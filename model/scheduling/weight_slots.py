@@ -131,6 +131,14 @@ class WeightSlots:
         """From now on, open slots for the releases that no request has asked for."""
         self._opens_unasked = True
 
+    def weights_of(self, runner: Runner) -> WeightSlot | None:
+        """Return the weights of a release on the device, None without a slot."""
+        return next((slot.weights for slot in self._slots if slot.runner is runner), None)
+
+    def is_loaded_now(self, runner: Runner) -> bool:
+        """True while the weights of a release are brought into a slot."""
+        return self._load is not None and self._runners[self._load.index] is runner
+
     def holds(self, runner: Runner) -> bool:
         """True if a release is in a slot."""
         return any(slot.runner is runner for slot in self._slots)
