@@ -83,7 +83,7 @@ class Model:
         releases, self._scheduler = self._start_workers(workers, gpus) if workers > 1 else self._load_here()
         self._prefetch.close()
 
-        from model.adapters.catalog import open_catalog
+        from model.api.adapter_catalog import open_catalog
         from model.api.service import Service
         from model.api.shutdown import GracefulShutdown
 

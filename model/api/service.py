@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Scope
 
 from model import metrics
-from model.adapters.catalog import AdapterCatalog
+from model.api.adapter_catalog import AdapterCatalog
 from model.api.describe import DescribedAdapter, describe
 from model.api.fair_queue import CLIENT_HEADER, SMALL_PRICE, PreparationQueues
 from model.api.images import read_images, reading_price

@@ -22,7 +22,7 @@ import pytest
 from engine_builder.adapters.add import add_adapter
 from engine_builder.releases.mirror import copy_release
 from engine_builder.stores.store import WritableStore
-from model.adapters.catalog import MAX_EARLY_LISTS
+from model.api.adapter_catalog import MAX_EARLY_LISTS
 from preheat.local_server.server import Layout, Server, with_metadata
 from tests.conftest import READY_SECONDS, Opener
 from tests.support.adapters import PACKABLE, module_shapes, random_deltas, write_adapter

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 
-from model.adapters.catalog import AdapterCatalog
+from model.api.adapter_catalog import AdapterCatalog
 from model.api.service import Service
 from model.cold_start import ColdStart
 from model.loading.load import Loaded

@@ -11,7 +11,7 @@ import pytest
 from engine_builder.adapters.add import add_adapter
 from engine_builder.building.build_plan import BuildPlan
 from engine_builder.stores.store import WritableStore
-from model.adapters.catalog import FAILURE_SECONDS, LIST_SECONDS, AdapterCatalog
+from model.api.adapter_catalog import FAILURE_SECONDS, LIST_SECONDS, AdapterCatalog
 from model.cold_start import ColdStart
 from model.deployment import ServedAdapters
 from model.loading.target import detect_targets

@@ -10,8 +10,8 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from engine_builder.releases.signing import public_key, sign_adapter
-from model.adapters import catalog as module
-from model.adapters.catalog import AdapterCatalog
+from model.api import adapter_catalog as module
+from model.api.adapter_catalog import AdapterCatalog
 from model.errors import AdapterError, AdapterNotReady, Overloaded, RequestRefused, StoreError
 from model.settings import Limits
 from model.store.adapter_record import AdapterRecord
