@@ -157,7 +157,7 @@ class Worker:
                 sent = time.monotonic()
             scheduler = self._scheduler
             health, queued, retry = scheduler.healthy(), scheduler.queued_images, scheduler.retry_after()
-            self._sender.send(Status(health, seen, queued, retry, ahead, scheduler.resident, counters, gauges))
+            self._sender.send(Status(health, seen, queued, retry, ahead, scheduler.placed, counters, gauges))
             time.sleep(STATUS_SECONDS)
 
 
