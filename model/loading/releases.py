@@ -80,7 +80,7 @@ class Releases:
             self._store,
             self._resolved[index],
             self._device,
-            self._cold_start if first is None else ColdStart(),
+            self._cold_start if first is None else ColdStart(is_exported=False),
             self._caches,
             self._common,
             {} if first is None else first.slot.fixed,

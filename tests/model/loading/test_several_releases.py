@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from prometheus_client import REGISTRY
 
 from engine_builder.adapters.add import add_adapter
 from engine_builder.building.build import build
@@ -33,6 +34,7 @@ from model.loading.load import Loaded
 from model.loading.releases import Releases, slot_of
 from model.loading.select import Selection, select
 from model.loading.target import detect_targets
+from model.loading.warmup import warm_up
 from model.pipeline.text_to_image import generate
 from model.request_fields import GenerationRequest
 from model.store.manifest import Blob, Fp16Steps
@@ -218,6 +220,20 @@ def test_times_of_all_releases_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
         with cold_start.phase("weights"):
             pass
     assert cold_start.phases == {"weights": 2}
+
+
+def test_a_later_load_is_no_cold_start(store: WritableStore) -> None:
+    phases = ("engines", "weights", "warm_up")
+
+    def exported() -> list[float | None]:
+        return [REGISTRY.get_sample_value("preheat_cold_start_seconds", {"phase": phase}) for phase in phases]
+
+    cold_start = ColdStart()
+    releases = Releases(store, Deployment(PATTERNS), detect_targets(), cold_start)
+    warm_up(releases.open(0), cold_start=cold_start)
+    before = exported()
+    warm_up(releases.open(1))
+    assert exported() == before == [pytest.approx(cold_start.phases[phase], abs=1e-4) for phase in phases]
 
 
 def test_releases_share_the_memory_of_unused_adapters() -> None:
