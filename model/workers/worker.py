@@ -110,7 +110,7 @@ class Worker:
         self.ready = False
         self.jobs: dict[int, PoolJob] = {}  # by number
         self.status = Status(True, 0, 0, 1, {})  # the last one
-        self.placed = {0}  # releases on its devices, or on the way: by the last status, or needed by later requests
+        self.placed = {0}  # `placed` of the last status, and the releases of later requests
         self.silent_seconds = 0.0  # since the last message
         self.unhealthy = 0  # statuses in a row that say so
         self.reason = ""  # why it was ended
