@@ -49,13 +49,16 @@ def warm_up_part(name: str) -> Iterator[None]:
 class ColdStart:
     """The seconds of each phase, in the order in which the phases ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_exported: bool = True) -> None:
+        """`is_exported`: false for the load of a release after the start, which the metric does not describe."""
+        self._is_exported = is_exported
         self.phases: dict[str, float] = {}
 
     def record(self, phase: str, seconds: float) -> None:
         """Set the seconds of a phase, here and in the metric."""
         self.phases[phase] = round(seconds, 4)
-        SECONDS.labels(phase).set(seconds)
+        if self._is_exported:
+            SECONDS.labels(phase).set(seconds)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

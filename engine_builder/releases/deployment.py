@@ -123,6 +123,8 @@ def _check_selections(
             described += _describe(selection, served, settings)
     if selections:
         check.attempt(lambda: check_alike(selections))
+    if len(selections) > 1 and not check.refusals:
+        described += _describe_slots(selections, config, settings)
     if mount is not None:
         check.attempt(lambda: _check_mount(mount, [*files]))
     if not check.refusals:
@@ -307,6 +309,25 @@ def _select(manifest: Manifest, config: Any, torch: str, deployment: Deployment)
     }
     targets = list_runnable_targets(manifest, name, torch, versions, deployment.runtime)
     return select(manifest, targets, deployment, versions)
+
+
+def _describe_slots(selections: Sequence[Selection], config: Any, settings: Settings) -> list[str]:
+    """Describe the memory of the releases, as a load estimates it."""
+    import torch  # here, because other checks do not need it
+
+    from model.loading.memory import common_weights, further_bytes, needed_bytes
+
+    accelerator = config.resources.accelerator.accelerator
+    device = torch.device("cuda" if accelerator else "cpu")
+    first = needed_bytes(device, selections[0])
+    further = further_bytes(device, selections[0], common_weights(selections, bool(settings.loras)))
+    slots = min(settings.weight_slots or len(selections), len(selections))
+    sizes = [first, further, first + (slots - 1) * further]
+    of_first, of_further, of_all = (f"{size / 2**20:.0f} MiB" for size in sizes)
+    return [
+        f"slots    {of_first} for the first release, {of_further} for each further one, {of_all} for {slots} of "
+        f"{len(selections)} at once (estimates, without the memory of running steps)"
+    ]
 
 
 def _describe(selection: Selection, served: ServedModel, settings: Settings) -> list[str]:

@@ -1,6 +1,6 @@
 """Estimate the memory of a selection before anything is loaded."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -46,6 +46,22 @@ def needed_bytes(device: torch.device, selection: Selection, ranks: int = 1) -> 
         return needed
     engines = selection.engines if selection.fp16_steps is not None else _of_first_precision(selection.engines)
     return needed + tensorrt_bytes(selection) + loop_bytes(engines, ranks)
+
+
+def common_weights(selections: Sequence[Selection], has_adapters: bool) -> frozenset[str]:
+    """Return the digests of the weights that several releases share on the device.
+
+    That is none with adapters: a merge into the weights of one release must not change another one.
+    """
+    if len(selections) == 1 or has_adapters:
+        return frozenset()
+    return frozenset.intersection(*(frozenset(blob.sha256 for blob in one.weight_blobs()) for one in selections))
+
+
+def further_bytes(device: torch.device, selection: Selection, common: Collection[str]) -> int:
+    """Return the bytes of a release that is loaded after the first one, whose weights `common` it shares."""
+    shared = sum(blob.bytes for blob in selection.weight_blobs() if blob.sha256 in common)
+    return needed_bytes(device, selection) - shared
 
 
 def free_memory(device: torch.device) -> int | None:

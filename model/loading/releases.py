@@ -21,7 +21,7 @@ from model.errors import CorruptBlob, PreheatError, StoreError
 from model.loading.alike import check_alike
 from model.loading.embeddings import NewEmbeddings, later_versions, read_embeddings
 from model.loading.load import Loaded, load, open_tokenizers, read_blobs, resolve
-from model.loading.memory import check_memory, free_memory, needed_bytes
+from model.loading.memory import check_memory, common_weights, free_memory, further_bytes, needed_bytes
 from model.loading.runtimes import find_targets, runtime_cache_folder
 from model.loading.select import Selection
 from model.loading.target import Target
@@ -63,10 +63,8 @@ class Releases:
             check_memory(self._device, self._resolved[0].selection, ranks=deployment.ranks)
         self._free_before = free_memory(self._device)
         self._used_by_first = 0
-        # A merge of adapters into the weights of one release must not change another one.
-        digests = [{blob.sha256 for blob in one.selection.weight_blobs()} for one in self._resolved]
-        is_alone = len(digests) == 1 or bool(deployment.adapters.names)
-        self._common = frozenset[str]() if is_alone else frozenset.intersection(*map(frozenset, digests))
+        selections = [one.selection for one in self._resolved]
+        self._common = common_weights(selections, bool(deployment.adapters.names))
         self._first: Loaded | None = None
         self._other_versions: set[str] = set()  # later ones that cannot be used, or differ in more than embeddings
         self._stopped = threading.Event()
@@ -85,7 +83,7 @@ class Releases:
             self._store,
             self._resolved[index],
             self._device,
-            self._cold_start if first is None else ColdStart(),
+            self._cold_start if first is None else ColdStart(is_exported=False),
             self._caches,
             self._common,
             {} if first is None else first.slot.fixed,
@@ -180,10 +178,10 @@ class Releases:
             return True
         self._used_by_first = self._used_by_first or max(1, before - free)
         selection = self._resolved[0].selection
-        estimate = needed_bytes(self._device, selection)
-        fixed = sum(blob.bytes for blob in selection.weight_blobs() if blob.sha256 in self._common)
+        further = further_bytes(self._device, selection, self._common)
+        fixed = needed_bytes(self._device, selection) - further
         used = self._used_by_first if self._device.type == "cuda" else 0  # of a host, other processes use memory too
-        return free >= _MARGIN * (max(estimate, used) - fixed)
+        return free >= _MARGIN * max(further, used - fixed)
 
 
 def slot_of(loaded: Loaded) -> Slot:

@@ -58,7 +58,7 @@ def warm_up_in_parts(
     check_interfaces(loaded.model.engines)
     model, served = loaded.model, loaded.served
     probe = probe or DeviceProbe(model.device)
-    cold_start = cold_start or ColdStart()
+    cold_start = cold_start or ColdStart(is_exported=False)
     refusals = probe.refused_allocations()
 
     @contextmanager

@@ -310,9 +310,9 @@ class Scheduler:
         return frozenset(name for library in libraries if library is not None for name in library.on_device)
 
     @property
-    def resident(self) -> tuple[int, ...]:
-        """The indices of the releases whose weights are on the device. Any thread may read it."""
-        return self._turns.resident
+    def placed(self) -> tuple[int, ...]:
+        """The indices of the releases whose weights are on the device or will be. Any thread may read it."""
+        return self._turns.placed
 
     def _advance_idle_work(self, work: Iterator[None]) -> None:
         """Run one part of the work of `when_idle`, or of a comparison. Called with the lock, which is released

@@ -127,6 +127,12 @@ class WeightSlots:
         held = [slot.runner for slot in list(self._slots)]
         return tuple(self._runners.index(runner) for runner in held if runner is not None)
 
+    @property
+    def placed(self) -> tuple[int, ...]:
+        """The indices of the releases in slots, and of those that are fetched or loaded. Any thread may read it."""
+        load = self._load
+        return (*self.resident, *self._fetches, *(() if load is None else (load.index,)))
+
     def open_unasked(self) -> None:
         """From now on, open slots for the releases that no request has asked for."""
         self._opens_unasked = True

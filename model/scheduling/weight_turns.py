@@ -11,7 +11,7 @@ from model.scheduling.weight_slots import WeightSlots
 
 
 class WeightTurns:
-    """Used on the scheduler's thread, but for `resident`."""
+    """Used on the scheduler's thread, but for `placed`."""
 
     def __init__(
         self, runners: Sequence[Runner], slots: WeightSlots | None, adapter_seconds: float, wake: Callable[[], None]
@@ -31,9 +31,9 @@ class WeightTurns:
             slots.wake = wake
 
     @property
-    def resident(self) -> tuple[int, ...]:
-        """The indices of the releases whose weights are on the device. Any thread may read it."""
-        return tuple(range(len(self._runners))) if self._slots is None else self._slots.resident
+    def placed(self) -> tuple[int, ...]:
+        """The indices of the releases whose weights are on the device or will be. Any thread may read it."""
+        return tuple(range(len(self._runners))) if self._slots is None else self._slots.placed
 
     @property
     def is_loading(self) -> bool:

@@ -102,7 +102,8 @@ class Status:
 
     seen: the number of the last request that it has received.
     queued: images that wait for a loop. images_ahead: by the number of each waiting request.
-    resident: the indices of the releases whose weights are on the device. adapters: those whose factors are there.
+    placed: the indices of the releases whose weights are on the device, or are fetched or loaded.
+    adapters: those whose factors are on the device.
     counters, gauges: the samples of its metrics, by metric; empty: unchanged since the last status that has them.
     """
 
@@ -111,7 +112,7 @@ class Status:
     queued: int
     retry_after: int
     images_ahead: dict[int, int]
-    resident: tuple[int, ...] = ()
+    placed: tuple[int, ...] = (0,)
     adapters: frozenset[str] = frozenset()
     counters: dict[str, Samples] = field(default_factory=dict)
     gauges: dict[str, Samples] = field(default_factory=dict)

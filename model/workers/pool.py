@@ -166,16 +166,17 @@ class WorkerPool:
     def _give(self, job: PoolJob) -> bool:
         """Give a request's missing images to the worker with the least work. Return False if none is left.
 
-        The load of a release that a worker lacks counts as much as the request. Among equal workers the one is chosen
-        that was given a request the longest time ago. Called with the lock.
+        The load of a release that a worker lacks counts as much as the request. A worker has a release from the first
+        request for it until a status says otherwise. Among equal workers one that has the release is chosen, and then
+        the one that was given a request the longest time ago. Called with the lock.
         """
         serving = self._serving()
         if not serving or job.attempts >= MAX_ATTEMPTS:
             return False
 
-        def cost(worker: Worker) -> tuple[int, int]:
-            load = 0 if job.model in worker.status.resident else job.work
-            return worker.work + load, self._last_given.get(worker.number, 0)
+        def cost(worker: Worker) -> tuple[int, int, int]:
+            load = 0 if job.model in worker.placed else job.work
+            return worker.work + load, load, self._last_given.get(worker.number, 0)
 
         worker = min(serving, key=cost)
         number = next(self._numbers)
@@ -183,6 +184,7 @@ class WorkerPool:
         worker.jobs[number] = job
         new = tuple(record for record in job.adapters if (job.model, record.name) not in worker.adapters)
         worker.adapters |= {(job.model, record.name) for record in new}
+        worker.placed.add(job.model)
         streams = job.listener is not None
         worker.send(Submit(number, job.model, job.params, job.give(), streams, job.preview_every, new))
         return True
@@ -250,6 +252,7 @@ class WorkerPool:
     def _take_status(self, worker: Worker, status: Status) -> None:
         with self._lock:
             worker.status = status
+            worker.placed = {*status.placed, *(job.model for job in worker.jobs.values())}
             for number, ahead in status.images_ahead.items():
                 if number in worker.jobs:
                     worker.jobs[number].images_ahead = ahead

@@ -157,8 +157,8 @@ class Worker:
                 sent = time.monotonic()
             scheduler = self._scheduler
             health, queued, retry = scheduler.healthy(), scheduler.queued_images, scheduler.retry_after()
-            resident, adapters = scheduler.resident, scheduler.adapters_on_device
-            self._sender.send(Status(health, seen, queued, retry, ahead, resident, adapters, counters, gauges))
+            placed, adapters = scheduler.placed, scheduler.adapters_on_device
+            self._sender.send(Status(health, seen, queued, retry, ahead, placed, adapters, counters, gauges))
             time.sleep(STATUS_SECONDS)
 
 

@@ -120,6 +120,7 @@ class Worker:
         self.jobs: dict[int, PoolJob] = {}  # by number
         self.status = Status(True, 0, 0, 1, {})  # the last one
         self.adapters: set[tuple[int, str]] = set()  # those that it was sent, by release
+        self.placed = {0}  # `placed` of the last status, and the releases of later requests
         self.silent_seconds = 0.0  # since the last message
         self.unhealthy = 0  # statuses in a row that say so
         self.reason = ""  # why it was ended

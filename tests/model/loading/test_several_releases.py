@@ -1,9 +1,12 @@
 """Servers of several releases: in one process, with workers, from a bucket and behind a gateway."""
 
 import itertools
+import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import combinations
@@ -13,11 +16,13 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from prometheus_client import REGISTRY
 
 from engine_builder.adapters.add import add_adapter
 from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan
 from engine_builder.checkpoints.folder import Checkpoint
+from engine_builder.releases.mirror import copy_release
 from engine_builder.releases.publish import publish
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.api.resolve import resolve
@@ -29,14 +34,17 @@ from model.loading.load import Loaded
 from model.loading.releases import Releases, slot_of
 from model.loading.select import Selection, select
 from model.loading.target import detect_targets
+from model.loading.warmup import warm_up
 from model.pipeline.text_to_image import generate
 from model.request_fields import GenerationRequest
-from model.store.manifest import Fp16Steps
+from model.store.manifest import Blob, Fp16Steps
 from preheat.local_server.server import Layout, Server, with_metadata
-from tests.conftest import READY_SECONDS
+from tests.conftest import READY_SECONDS, Opener
 from tests.engine_builder.helpers import edit_json, edit_weights, folder_of, perturb
+from tests.support import object_store as ceph
 from tests.support.adapters import module_shapes, random_deltas, write_adapter
 from tests.support.deployments import deployed, load_release
+from tests.support.faulty_proxy import FaultyProxy, RecordedRequest
 from tests.support.gateway import running_gateway
 from tests.support.images import Pixels, largest_difference, pixels
 from tests.support.predictions import PREDICT_PATH, http_client
@@ -214,6 +222,20 @@ def test_times_of_all_releases_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cold_start.phases == {"weights": 2}
 
 
+def test_a_later_load_is_no_cold_start(store: WritableStore) -> None:
+    phases = ("engines", "weights", "warm_up")
+
+    def exported() -> list[float | None]:
+        return [REGISTRY.get_sample_value("preheat_cold_start_seconds", {"phase": phase}) for phase in phases]
+
+    cold_start = ColdStart()
+    releases = Releases(store, Deployment(PATTERNS), detect_targets(), cold_start)
+    warm_up(releases.open(0), cold_start=cold_start)
+    before = exported()
+    warm_up(releases.open(1))
+    assert exported() == before == [pytest.approx(cold_start.phases[phase], abs=1e-4) for phase in phases]
+
+
 def test_releases_share_the_memory_of_unused_adapters() -> None:
     deployment = Deployment(RELEASES, adapters=ServedAdapters(("spots",), cache_bytes=3000))
     assert deployment.alone(RELEASES[1]) == deployed(RELEASES[1], adapters=ServedAdapters(("spots",), cache_bytes=1000))
@@ -258,14 +280,16 @@ def test_resolves_patterns(store: WritableStore) -> None:
 # -- servers ----------------------------------------------------------------------------------------------------------
 
 
-def start_server(layout: Layout, folder: Path, store: WritableStore, **settings: Any) -> Server:
-    """Return a server of all releases, which is not started yet."""
+def start_server(
+    layout: Layout, folder: Path, store: str, environment: Mapping[str, str] | None = None, **settings: Any
+) -> Server:
+    """Return a server of all releases at a store's URL, which is not started yet."""
     root = Path(shutil.copytree(layout.root, folder / "root"))
     copied = replace(layout, root=root, app=root / "app", packages=root / "packages")
     metadata = layout.config["model_metadata"]
     metadata = metadata | {"preheat": metadata["preheat"] | settings}
-    environment = {"PREHEAT_STORE": store.url, "PREHEAT_RELEASES": ",".join(PATTERNS)}
-    return Server(with_metadata(copied, metadata), environment=environment, log=folder / "log")
+    variables = {"PREHEAT_STORE": store, "PREHEAT_RELEASES": ",".join(PATTERNS)} | dict(environment or {})
+    return Server(with_metadata(copied, metadata), environment=variables, log=folder / "log")
 
 
 SERVERS = {
@@ -280,7 +304,7 @@ def server(
     request: pytest.FixtureRequest, layout: Layout, store: WritableStore, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("server")
-    with start_server(layout, folder, store, loras=["spots"], **request.param) as running:
+    with start_server(layout, folder, store.url, loras=["spots"], **request.param) as running:
         running.wait_ready(READY_SECONDS)
         yield running
 
@@ -334,15 +358,9 @@ def test_a_swap_that_fails_harms_no_other_release(
     layout: Layout, store: WritableStore, alone: dict[str, Pixels], tmp_path: Path, damage: str
 ) -> None:
     own = open_writable_store(shutil.copytree(folder_of(store), tmp_path / "store"))
-    [blob] = {
-        digest
-        for record in store.read_release("style/2").weights
-        if record.component == "unet"
-        for digest in record.identity
-    }
-    file = folder_of(own) / "blobs" / "sha256" / blob
+    file = folder_of(own) / "blobs" / "sha256" / unet_blob(store, "style/2").sha256
     content = file.read_bytes()
-    with start_server(layout, tmp_path, own, weight_slots=1) as server, http_client(server) as client:
+    with start_server(layout, tmp_path, own.url, weight_slots=1) as server, http_client(server) as client:
         server.wait_ready(READY_SECONDS)
         for name in ("style/1", "toy-sdxl/1"):
             check_image(client, alone[name], model=name)
@@ -365,6 +383,104 @@ def test_a_swap_that_fails_harms_no_other_release(
         assert 'preheat_release_loads_total{outcome="failed"} 2.0' in page
         assert 'preheat_errors_total{kind="release"} 2.0' in page
         assert 'preheat_release_resident{release="style/2"} 1.0' in page
+
+
+class Bucket:
+    """A bucket with all releases, behind a proxy that holds requests for the UNet of style/2 until `may_go` is set."""
+
+    def __init__(self, bucket: WritableStore, proxy: FaultyProxy, store: WritableStore) -> None:
+        for name in RELEASES:
+            copy_release(store, bucket, name)
+        self.url, self.endpoint = bucket.url, proxy.url
+        self.asked, self.may_go = threading.Event(), threading.Event()
+        self.unet = unet_blob(store, "style/2")
+        proxy.on_request = self._hold
+
+    def _hold(self, request: RecordedRequest) -> None:
+        if request.method == "GET" and self.unet.sha256 in request.path:
+            self.asked.set()
+            self.may_go.wait(60)
+
+    def start(self, layout: Layout, folder: Path, **settings: Any) -> Server:
+        """Return a server with one slot, which is not started yet."""
+        keys = {"AWS_ACCESS_KEY_ID": ceph.ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": ceph.SECRET_KEY}
+        own = {"weight_slots": 1, "endpoint": self.endpoint, "region": "us-east-1", "cache_dir": str(folder / "cache")}
+        return start_server(layout, folder, self.url, environment=keys, **own | settings)
+
+
+@pytest.fixture
+def held_bucket(open_bucket: Opener, proxy: FaultyProxy, store: WritableStore) -> Iterator[Bucket]:
+    held = Bucket(open_bucket(), proxy, store)
+    yield held
+    held.may_go.set()
+
+
+def unet_blob(store: WritableStore, release: str) -> Blob:
+    [record] = {one.identity: one for one in store.read_release(release).weights if one.component == "unet"}.values()
+    [blob] = record.blobs
+    return blob
+
+
+def refused(client: httpx.Client, name: str) -> str:
+    """Request an image of a release that cannot be loaded. Returns the message."""
+    answer = client.post(PREDICT_PATH, json=REQUEST | {"model": name})
+    assert answer.status_code == 503 and answer.json()["kind"] == "release", answer.text[:1000]
+    return str(answer.json()["error"])
+
+
+def test_a_server_that_was_killed_during_a_swap_leaves_no_damage(
+    layout: Layout, held_bucket: Bucket, alone: dict[str, Pixels], tmp_path: Path
+) -> None:
+    cache = str(tmp_path / "node")
+    with ThreadPoolExecutor(1) as pool:
+        with held_bucket.start(layout, tmp_path / "first", cache_dir=cache) as server, http_client(server) as client:
+            server.wait_ready(READY_SECONDS)
+            waiting = pool.submit(client.post, PREDICT_PATH, json=REQUEST | {"model": "style/2"})
+            assert held_bucket.asked.wait(60)
+            with http_client(server) as other:
+                check_image(other, alone["toy-sdxl/1"])  # while the fetch goes on
+            os.kill(server.pid, signal.SIGKILL)
+            with pytest.raises(httpx.TransportError):
+                waiting.result()
+    held_bucket.may_go.set()
+    with held_bucket.start(layout, tmp_path / "next", cache_dir=cache) as server, http_client(server) as client:
+        server.wait_ready(READY_SECONDS)
+        for name, expected in reversed(alone.items()):
+            check_image(client, expected, model=name)
+
+
+def test_a_release_that_is_withdrawn_during_a_swap_harms_no_other(
+    layout: Layout, held_bucket: Bucket, alone: dict[str, Pixels], s3: Any, bucket: str, tmp_path: Path
+) -> None:
+    with ThreadPoolExecutor(1) as pool, held_bucket.start(layout, tmp_path / "own") as server:
+        server.wait_ready(READY_SECONDS)
+        with http_client(server) as client, http_client(server) as other:
+            waiting = pool.submit(refused, client, "style/2")
+            assert held_bucket.asked.wait(60)
+            for key in ("releases/style/2.json", f"blobs/sha256/{held_bucket.unet.sha256}"):
+                s3.delete_object(Bucket=bucket, Key=key)
+            check_image(other, alone["toy-sdxl/1"])
+            held_bucket.may_go.set()
+            missing = f"Blob {held_bucket.unet.sha256[:12]} is missing from s3://{bucket}"
+            assert f"Release style/2 cannot be loaded. {missing}" in waiting.result()
+            for name in ("toy-sdxl/1", "style/1"):
+                check_image(client, alone[name], model=name)
+                refused(client, "style/2")
+
+
+def test_a_full_cache_costs_no_release_that_is_on_the_device(
+    layout: Layout, held_bucket: Bucket, store: WritableStore, alone: dict[str, Pixels], tmp_path: Path
+) -> None:
+    held_bucket.may_go.set()
+    blobs = [selection_of(store, name).blobs(weights=name == "toy-sdxl/1") for name in RELEASES]
+    needed = {blob.sha256: blob.bytes for of_release in blobs for blob in of_release}
+    limit = sum(needed.values()) + held_bucket.unet.bytes // 2
+    with held_bucket.start(layout, tmp_path / "own", cache_bytes=limit) as server, http_client(server) as client:
+        server.wait_ready(READY_SECONDS)
+        for name in ("style/1", "style/2"):
+            assert f"is limited to {limit} bytes" in refused(client, name)
+            check_image(client, alone["toy-sdxl/1"])
+        assert 'preheat_release_loads_total{outcome="fill"} 0.0' in client.get("/metrics/").text
 
 
 def test_gateway_offers_each_release(server: Server, alone: dict[str, Pixels]) -> None:

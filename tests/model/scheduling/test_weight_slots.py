@@ -77,6 +77,7 @@ class Loader:
         self.fetch_fails: dict[int, Exception] = {}
         self.fetches: list[int] = []
         self.stopped = threading.Event()
+        self.slots: WeightSlots
         self.part: Callable[[], bool] = lambda: True
         self.may_end = threading.Event()
         self.may_end.set()
@@ -122,7 +123,7 @@ class Loader:
 
 @contextmanager
 def serving(loader: Loader, turn_seconds: float = 0.0, unasked: bool = False, **limits: float) -> Iterator[Scheduler]:
-    slots = WeightSlots(loader.runners, loader, slot_of(loader.models[0]), turn_seconds=turn_seconds)
+    slots = loader.slots = WeightSlots(loader.runners, loader, slot_of(loader.models[0]), turn_seconds=turn_seconds)
     scheduler = Scheduler(loader.runners, Limits(max_queue=1000, **limits), lambda: None, slots=slots)
     if unasked:
         scheduler.call(slots.open_unasked)
@@ -159,7 +160,7 @@ def test_images_are_those_of_their_own_release(room: int) -> None:
 def test_opens_slots_for_all_releases_that_fit_without_requests() -> None:
     loader = Loader(4, room=2)
     with serving(loader, unasked=True) as scheduler:
-        eventually(lambda: scheduler.resident == (0, 1, 2), "two new slots")
+        eventually(lambda: loader.slots.resident == (0, 1, 2), "two new slots")
         results(scheduler.submit(params(0), model=3))
         assert loader.loads == [("open", 1), ("open", 2), ("fill", 3)]
 
@@ -170,7 +171,7 @@ def test_fills_the_slot_that_was_used_the_longest_time_ago() -> None:
         for index in (1, 2, 0, 1, 3):
             results(scheduler.submit(params(index), model=index))
         assert loader.loads[-1] == ("fill", 3)
-        assert set(scheduler.resident) == {0, 1, 3}
+        assert set(loader.slots.resident) == {0, 1, 3}
 
 
 def test_other_releases_go_on_during_a_load() -> None:
@@ -180,7 +181,7 @@ def test_other_releases_go_on_during_a_load() -> None:
         loader.may_end.clear()
         waiting = scheduler.submit(params(1), model=2)
         eventually(lambda: loader.loads[-1] == ("fill", 2), "the load")
-        [left] = scheduler.resident
+        [left] = loader.slots.resident
         results(*(scheduler.submit(params(seed), model=left) for seed in range(5)))
         assert not waiting.done
         loader.may_end.set()
@@ -195,7 +196,8 @@ def test_no_slot_is_given_up_before_the_weights_are_fetched() -> None:
         eventually(lambda: loader.fetches == [1], "the fetch")
         for seed in range(5):
             [result] = results(scheduler.submit(params(seed), model=0))
-            assert result.images == alone(0, seed) and scheduler.resident == (0,) and not loader.loads
+            assert result.images == alone(0, seed) and loader.slots.resident == (0,) and not loader.loads
+            assert set(scheduler.placed) == {0, 1}
         assert results(scheduler.submit(params(2), model=2))[0].images == alone(2, 2), "delayed by another's fetch"
         assert not waiting.done
         loader.may_fetch[1].set()
@@ -214,7 +216,7 @@ def test_a_failed_fetch_leaves_the_slots_as_they_are() -> None:
             with pytest.raises(ReleaseNotLoaded, match="style/1 cannot be loaded. The bucket does not answer."):
                 job.result.result(TIMEOUT_SECONDS)
         assert results(other)[0].images == alone(0, 4)
-        assert scheduler.resident == (0,) and not loader.loads
+        assert loader.slots.resident == (0,) and not loader.loads
         loader.fetch_fails.clear()
         assert results(scheduler.submit(params(5), model=1))[0].images == alone(1, 5)
 
@@ -223,7 +225,7 @@ def test_a_failed_fetch_without_a_request_is_not_repeated() -> None:
     loader = Loader(3, room=2)
     loader.fetch_fails[1] = StoreError("The bucket does not answer.")
     with serving(loader, unasked=True) as scheduler:
-        eventually(lambda: scheduler.resident == (0, 2), "the slot of the other release")
+        eventually(lambda: loader.slots.resident == (0, 2), "the slot of the other release")
         results(scheduler.submit(params(0), model=0))
         assert loader.fetches == [1, 2]
 
@@ -244,12 +246,12 @@ def test_images_go_on_during_the_warm_up_of_a_slot() -> None:
         for seed in range(10):
             before, [result] = len(parts), results(scheduler.submit(params(seed), model=0))
             assert result.images == alone(0, seed) and len(parts) > before
-            assert scheduler.resident == (0,) and not waiting.done
+            assert loader.slots.resident == (0,) and set(scheduler.placed) == {0, 1} and not waiting.done
         eventually(lambda: parts[-1] - parts[0] > 1.5, "a warm-up of some length")
         assert scheduler.healthy()
         may_end.set()
         assert results(waiting)[0].images == alone(1, 1)
-        assert (scheduler.resident, loader.begun) == ((0, 1), [(1, True)])
+        assert (loader.slots.resident, loader.begun) == ((0, 1), [(1, True)])
 
 
 def test_a_failed_warm_up_leaves_the_other_slots() -> None:
@@ -352,7 +354,7 @@ def test_closing_answers_requests_that_wait_for_a_release() -> None:
         eventually(lambda: loader.loads == [("fill", 1)], "the load")
     with pytest.raises(Exception, match="This server has ended"):
         job.result.result(TIMEOUT_SECONDS)
-    assert scheduler.resident == (), "a stopped load"
+    assert loader.slots.resident == (), "a stopped load"
 
 
 def test_closing_waits_for_no_fetch() -> None:
@@ -362,7 +364,7 @@ def test_closing_waits_for_no_fetch() -> None:
         scheduler.submit(params(0), model=1)
         eventually(lambda: loader.fetches == [1], "the fetch")
         scheduler.close()
-        assert not loader.may_fetch[1].is_set() and scheduler.resident == (0,)
+        assert not loader.may_fetch[1].is_set() and loader.slots.resident == (0,)
 
 
 def test_a_cancelled_request_starts_no_load_later() -> None:

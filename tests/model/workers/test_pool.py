@@ -46,6 +46,7 @@ class ScriptedWorker(Worker):
         self.number, self.ready, self.jobs, self.reason = number, False, {}, ""
         self.moved, self.unhealthy, self.adapters = 0, 0, set[tuple[int, str]]()
         self.status, self.silent_seconds = Status(True, 0, 0, 1, {}), 0.0
+        self.placed = {0}
         self.sent: list[Any] = []
         self._pid = pid
         self.exit_code = 70
@@ -151,8 +152,9 @@ def test_least_work_decides(scene: Scene) -> None:
 def test_a_request_goes_to_the_worker_that_has_its_release(scene: Scene) -> None:
     """Unless that one has more work left than the request and the load of the release would be."""
     first, second = scene.workers
-    for worker, resident in ((first, (0,)), (second, (1,))):
-        worker.status = Status(True, 0, 0, 1, {}, resident)
+    for worker, placed in ((first, (0,)), (second, (1,))):
+        worker.answer(Status(True, 0, 0, 1, {}, placed))
+    eventually(lambda: second.placed == {1}, "the status")
     for _ in range(3):
         scene.pool.submit(params(0), None, 0, model=1)
     assert [len(worker.requests) for worker in (first, second)] == [1, 2]
@@ -169,6 +171,30 @@ def test_a_worker_is_sent_an_adapter_once(scene: Scene, tmp_path: Path) -> None:
     scene.workers[0].end()
     eventually(lambda: len(scene.workers[1].requests) == 4, "the requests of the other worker")
     assert [request.adapters for request in scene.workers[1].requests] == [(record,), (), (), ()]
+
+
+def test_a_release_goes_to_one_worker(scene: Scene) -> None:
+    """A worker has it from the first request for it, until a status says otherwise."""
+    first, second = scene.workers
+
+    def requested() -> list[int]:
+        return [len(worker.requests) for worker in (first, second)]
+
+    for _ in range(2):
+        scene.pool.submit(params(0), None, 0, model=1)
+    assert requested() == [2, 0]
+    first.answer(Status(True, 0, 0, 1, {}, (0,)))  # it had not received the requests yet
+    for request in first.requests:
+        first.images(request, 0)
+        first.answer(Finished(request.number, {}))
+    eventually(lambda: not first.jobs, "the answers")
+    assert first.placed == {0, 1}, "no status has come since"
+    scene.pool.submit(params(0), None, 0, model=1)
+    assert requested() == [3, 0]
+    first.answer(Failed(first.requests[-1].number, BrokenImage("No load.")), Status(True, 9, 0, 1, {}, (0,)))
+    eventually(lambda: first.placed == {0}, "the status after the failure")
+    scene.pool.submit(params(0), None, 0, model=1)
+    assert requested() == [3, 1]
 
 
 def test_images_that_arrived_are_not_repeated(scene: Scene) -> None:

@@ -178,6 +178,13 @@ def test_checks_several_releases(gpu_store: WritableStore, release: str, tmp_pat
     code, output = check_releases(release, "tiny-sdxl/signed")
     assert code == 0, output
     assert f"release {release}, not signed" in output and "release tiny-sdxl/signed, signed by" in output
+    first, rest, all_slots = (int(size) for size in re.findall(r"(\d+) MiB (?=for)", output))
+    assert "slots" in output and "for 2 of 2 at once" in output
+    assert 0 <= rest < first and all_slots == pytest.approx(first + rest, abs=1), "they share all weights"
+    code, output = check_releases(release, "tiny-sdxl/signed", weight_slots=1)
+    assert f"{first} MiB for 1 of 2 at once" in output
+    code, output = check_releases(release)
+    assert code == 0 and "at once" not in output
     code, output = check_releases(release, "tiny-sdxl/9", "tiny-sdxl/plans")
     assert code == 1 and f"{release} and tiny-sdxl/9 cannot share a server" in output
     assert "Release tiny-sdxl/plans" in output  # each is refused by its name
