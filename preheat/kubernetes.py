@@ -155,7 +155,7 @@ def manifests(pods: Pods) -> list[Manifest]:
 
 def _check_store(store: str, claim: str | None) -> None:
     if store.rstrip("/") in PLACEHOLDER_STORES:
-        raise KubernetesOptionError(f"The store {store} is a placeholder.", "Name your own with --store.")
+        raise KubernetesOptionError(f"The store {store} is a placeholder.", "Name your own in the config, or with --store.")
     folder = local_store_folder(store)
     if folder is not None and (claim is None or not folder.is_absolute()):
         raise KubernetesOptionError(

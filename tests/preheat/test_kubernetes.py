@@ -190,7 +190,7 @@ def test_autoscalers_read_metrics_that_exist() -> None:
         (["--image", "two words"], "--image 'two words' is not the name of an image"),
         (
             ["--store", "s3://bucket/prefix"],
-            "The store s3://bucket/prefix is a placeholder. Name your own",
+            "The store s3://bucket/prefix is a placeholder. Name your own in",
         ),
         (["--store", "/srv/store"], "A pod does not have the folder /srv/store"),
         (["--store", "srv", "--store-claim", "c"], "A pod does not have the folder srv"),
