@@ -29,7 +29,7 @@ PORT = 8080
 READY_PATH = "/v1/models/model"
 USER = 60000  # the user `app` of Truss's images
 METRIC = "preheat_images_in_flight"  # deploy/prometheus-adapter.yaml computes it
-DRAIN_SECONDS = 5  # from the removal of a pod from the Service until SIGTERM: meanwhile all nodes learn of it
+DRAIN_SECONDS = 5  # from the removal of a pod from the Service until SIGTERM: the nodes update their routes
 ANSWER_SECONDS = 5  # after the grace period, to send the answers
 _PROBE_SECONDS = 5
 # Probe -> threshold of the config, and its value where the config has none.
@@ -155,7 +155,9 @@ def manifests(pods: Pods) -> list[Manifest]:
 
 def _check_store(store: str, claim: str | None) -> None:
     if store.rstrip("/") in PLACEHOLDER_STORES:
-        raise KubernetesOptionError(f"The store {store} is a placeholder.", "Name your own in the config, or with --store.")
+        raise KubernetesOptionError(
+            f"The store {store} is a placeholder.", "Name your own in the config, or with --store."
+        )
     folder = local_store_folder(store)
     if folder is not None and (claim is None or not folder.is_absolute()):
         raise KubernetesOptionError(
@@ -205,7 +207,7 @@ def _manifest(pods: Pods, version: str, kind: str, spec: Manifest) -> Manifest:
 
 
 def _deployment(pods: Pods) -> Manifest:
-    """Return the spec of a Deployment. The autoscaler owns the number of replicas."""
+    """Return the spec of a Deployment. The autoscaler sets the number of replicas."""
     startup = _threshold(pods, "startupProbe")
     return {
         "selector": {"matchLabels": pods.labels},

@@ -209,7 +209,7 @@ def test_autoscaling_table_has_the_settings() -> None:
     }
 
 
-def test_defaults_beside_the_truss_example_are_current() -> None:
+def test_defaults_of_the_truss_example_page_are_current() -> None:
     """The page lists only defaults that differ."""
     request, release = GenerationRequest(prompt="x"), Defaults()
     here = {**request.model_dump(), **release.model_dump(), "end_cfg_frac": release.guidance_end}

@@ -18,7 +18,7 @@ from tests.support.repository import REPOSITORY
 CONFIGS = [REPOSITORY / "config.yaml", *sorted((REPOSITORY / "truss" / "configs").glob("*.yaml"))]
 L4 = REPOSITORY / "truss" / "configs" / "l4.yaml"
 IMAGE = "registry.example/preheat:1"
-VERSIONS = ("1.25", "1.37")  # of Kubernetes: the oldest with all of the kinds, and the newest that can be checked
+VERSIONS = ("1.25", "1.37")  # of Kubernetes: the oldest and the newest with schemas in kubernetes-validate
 OPTIONS = {
     "node cache": ["--cache", "node:/var/lib/preheat"],
     "claim": ["--cache", "claim:blobs", "--node-label", "nvidia.com/gpu.product=NVIDIA-L4"],
