@@ -23,7 +23,7 @@ import pytest
 from engine_builder.stores.store import WritableStore
 from preheat.local_server.server import Layout, Server
 from tests.conftest import READY_SECONDS
-from tests.support.balancer import NAMES, Balancer, balancer, free_port
+from tests.support.balancer import NAMES, Balancer, balancer, free_port, haproxy
 from tests.support.images import Pixels, file_of, largest_difference
 from tests.support.load_requests import REQUESTS, decoded_images
 from tests.support.predictions import PREDICT_PATH, SMALL
@@ -37,6 +37,12 @@ LARGE = SMALL | {
     "image": file_of(np.random.default_rng(0).integers(0, 256, (256, 256, 3), np.uint8)),
     "resize": "stretch", "strength": 1.0, "seed": 1,
 }  # fmt: skip
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _haproxy() -> None:
+    """Skip the tests before a server starts for them."""
+    haproxy()
 
 
 def drain(running: Balancer, name: str) -> None:
