@@ -22,7 +22,11 @@ def listen(host: str, port: int, failure: type[PreheatError]) -> socket.socket:
             listener.close()
             raise
     except (OSError, UnicodeError) as error:
-        is_taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-        fact = "is taken" if is_taken else f"cannot be used: {getattr(error, 'strerror', None) or error}"
-        raise failure(f"Port {port} of {host[:80]} {fact}.", "Choose another one with --port.") from error
+        number = getattr(error, "errno", None)
+        fact = (
+            "is taken" if number == errno.EADDRINUSE else f"cannot be used: {getattr(error, 'strerror', None) or error}"
+        )
+        is_of_port = number in (errno.EADDRINUSE, errno.EACCES)
+        fix = "Choose another one with --port." if is_of_port else "Name an address of this machine with --host."
+        raise failure(f"Port {port} of {host[:80]} {fact}.", fix) from error
     return listener

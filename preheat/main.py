@@ -28,7 +28,7 @@ COMMANDS = {
     ),
     "Deploy and operate": (
         "check_config.check_config", "check_config.weights", "gateway.gateway", "plan_replicas.plan_replicas",
-        "triton.export_triton", "triton.triton_client",
+        "kubernetes.kubernetes", "triton.export_triton", "triton.triton_client",
     ),
     "Measure": ("bench.bench", "load_server.load", "bench.report"),
 }  # fmt: skip

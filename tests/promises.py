@@ -161,6 +161,11 @@ CAPABILITIES: Tests = {
         "tests/gateway/test_playground.py::test_painted_mask_changes_only_its_part",
         "tests/gateway/test_playground.py::test_executes_no_script_of_a_prompt",
     ),
+    "Docker, Kubernetes": (
+        "tests/preheat/test_kubernetes.py::test_every_config_has_valid_manifests",
+        "tests/preheat/test_kubernetes.py::test_manifests_have_the_values_of_the_config",
+        "tests/load/test_rolling_replacement.py::test_rolling_replacement_loses_no_request",
+    ),
     "operations": (
         "tests/truss/test_dashboard.py::test_shows_every_metric",
         "tests/model/api/test_service.py::test_metrics_count_a_request",

@@ -26,6 +26,7 @@ from model.api.service import HEARTBEAT_SECONDS, STATUS
 from model.images.containers import MAX_JPEG_SCAN_PIXELS, MAX_JPEG_SCANS
 from model.images.inputs import MAX_FILE_BYTES, MAX_INPUT_PIXELS, MAX_INPUT_SIDE, MAX_REQUEST_PIXELS
 from model.images.postprocess import RING_WIDTH
+from model.request_fields import Defaults, GenerationRequest
 from model.settings import Limits, Settings
 from model.validation import MAX_PROMPT_WEIGHT
 from preheat.docs_pages import request_reference
@@ -34,7 +35,7 @@ from tests.support.metrics import declared_metrics
 from tests.support.repository import PACKAGES, REPOSITORY
 
 DOCS = REPOSITORY / "docs"
-ROOT_PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"]
+ROOT_PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", REPOSITORY / "deploy" / "README.md"]
 PAGES = [*ROOT_PAGES, *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("log/*.md"))]
 # Only stores raise and catch it.
 INTERNAL_ERRORS = {"FileMissing"}
@@ -206,6 +207,16 @@ def test_autoscaling_table_has_the_settings() -> None:
     assert {name: (int(low), int(high)) for name, low, high in rows} == {
         name: (value, production[name]) for name, value in development.items()
     }
+
+
+def test_defaults_of_the_truss_example_page_are_current() -> None:
+    """The page lists only defaults that differ."""
+    request, release = GenerationRequest(prompt="x"), Defaults()
+    here = {**request.model_dump(), **release.model_dump(), "end_cfg_frac": release.guidance_end}
+    text = (DOCS / "from-truss-example.md").read_text()
+    rows = re.findall(r"^\| `(\w+)`[^|]* \| `([^`]+)` \| `([^`]+)` \|", text, re.MULTILINE)
+    assert {name: json.loads(value) for name, _, value in rows} == {name: here[name] for name, _, _ in rows}
+    assert len(rows) == 3 and all(json.loads(theirs) != json.loads(ours) for _, theirs, ours in rows)
 
 
 def test_gpu_table_has_the_configs() -> None:

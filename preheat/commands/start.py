@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from gateway.endpoint import parse_endpoint
+from gateway.endpoint import LOOPBACK, parse_endpoint
 from model.deployment import resolve_releases
 from model.errors import PreheatError
 from model.settings import read_settings
@@ -27,6 +27,7 @@ from preheat.console import (
     console,
     open_cli_store,
     plain,
+    print_warning,
 )
 from preheat.local_server import demo as demo_run
 from preheat.local_server.client import check_output_paths, save_images
@@ -39,7 +40,10 @@ def serve(
     ],
     store: StoreOption = DEFAULT_STORE,
     config: ConfigOption = DEMO_CONFIG,
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port on 127.0.0.1.")] = 8080,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0: every address of this machine.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8080,
     cache_dir: CacheOption = None,
     lora: Annotated[
         list[str] | None,
@@ -60,7 +64,12 @@ def serve(
     for name in names:
         opened_store.read_release(name)
     listed = ", ".join(names)
-    with demo_run.serving(ROOT, config, SERVERS, opened_store.url, names, port, loras=lora or ()) as server:
+    with demo_run.serving(ROOT, config, SERVERS, opened_store.url, names, port, host, loras=lora or ()) as server:
+        if host not in LOOPBACK:
+            print_warning(
+                f"Everyone who reaches port {port} of {host} can request images. `preheat gateway` in front of a "
+                "server on 127.0.0.1 asks for API keys."
+            )
         with activity(f"Starting {listed}"):
             server.wait_ready(600)
         console.print(f"Serving [bold]{plain(listed)}[/] at {server.url}/v1/models/model:predict (Ctrl-C ends it)")

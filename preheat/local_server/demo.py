@@ -24,10 +24,11 @@ def serving(
     store: str,
     releases: Sequence[str],
     port: int | None = None,
+    host: str = "127.0.0.1",
     kept_log: Path | None = None,
     loras: Sequence[str] = (),
 ) -> Iterator[Server]:
-    """Run the real Truss server on 127.0.0.1, from a Docker context of `root`, serving releases.
+    """Run the real Truss server from a Docker context of `root`, serving releases. `host`: address to listen on.
 
     `loras`: adapters, in place of those of the config.
 
@@ -35,21 +36,17 @@ def serving(
     copied to the file `kept_log`, and the folder is deleted. Raises ConfigError, ServerFailed or FolderFailed.
     """
     check_config(config)  # before the folder is made, so that a refused config leaves none
-    listen("127.0.0.1", port or 0, ServerFailed).close()  # a port that is taken is refused at once
+    listen(host, port or 0, ServerFailed).close()  # a port that is taken is refused at once
     with server_folder(work) as folder:
         layout = lay_out(build_context(root, config, folder.path), folder.path / "image")
-        # Some settings of a config are for one release only. An empty variable hides that of this machine.
-        several = len(releases) > 1
-        environment = {
-            "PREHEAT_STORE": store,
-            "PREHEAT_RELEASE": "" if several else releases[0],
-            "PREHEAT_RELEASES": ",".join(releases) if several else "",
-        }
+        environment = release_variables(store, releases)
         if loras:
             environment["PREHEAT_LORAS"] = ",".join(loras)
         log = folder.path / "server.log"
         try:
-            with Server(layout, environment=environment, port=port, log=log, inherited=(folder.lock,)) as server:
+            with Server(
+                layout, environment=environment, host=host, port=port, log=log, inherited=(folder.lock,)
+            ) as server:
                 yield server
         finally:
             if kept_log is not None and log.exists():
@@ -57,6 +54,16 @@ def serving(
                 # Copied, because an error names the log in the folder. Then moved, because two servers may end at once.
                 shutil.copyfile(log, folder.path / "kept.log")
                 os.replace(folder.path / "kept.log", kept_log)
+
+
+def release_variables(store: str, releases: Sequence[str]) -> dict[str, str]:
+    """Return the variables with which a server serves these releases. An empty one hides a variable of the machine."""
+    several = len(releases) > 1  # some settings of a config are for one release only
+    return {
+        "PREHEAT_STORE": store,
+        "PREHEAT_RELEASE": "" if several else releases[0],
+        "PREHEAT_RELEASES": ",".join(releases) if several else "",
+    }
 
 
 def cold_start_phases(url: str) -> dict[str, float]:

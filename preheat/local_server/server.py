@@ -3,7 +3,7 @@
 `build_context` makes the Docker context that `truss push` and the platform make. `lay_out` copies it into a folder as
 the Dockerfile copies it into an image. `Server` runs the server of that folder in its own process. It can
 import only modules that reach the image: `import engine_builder` fails, as in production. The server listens on
-127.0.0.1 only. It ends with `stop`, or with the process that started it. For Linux only.
+127.0.0.1 unless another address is given. It ends with `stop`, or with the process that started it. For Linux only.
 """
 
 import json
@@ -39,6 +39,8 @@ _PASSED_VARIABLES = re.compile(
 _POLL_SECONDS = 0.05
 _EXIT_SECONDS = 10.0  # after the grace period, for the answers and the end of the process
 _ERROR_LOG_LINES = 8
+_REACHABLE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
+"""An address that stands for all of this machine -> one that a client can name."""
 _LAUNCHER = Path(__file__).with_name("launcher.py")
 
 
@@ -119,9 +121,9 @@ class Server:
             httpx.post(f"{server.url}/v1/models/model:predict", json=...)
 
     The server's variables come from the config, from this process and from `environment`; later ones override earlier
-    ones. From this process come PREHEAT_*, TRUSS_SECRET_*, AWS_* and those that a container's host sets. `log`: file of
-    the log; without it `stop` deletes the log. `inherited`: file descriptors that stay open in the process, for example
-    a lock.
+    ones. From this process come PREHEAT_*, TRUSS_SECRET_*, AWS_* and those that a container's host sets. `host`: the
+    address to listen on. `log`: file of the log; without it `stop` deletes the log. `inherited`: file descriptors that
+    stay open in the process, for example a lock.
     """
 
     def __init__(
@@ -129,11 +131,13 @@ class Server:
         layout: Layout,
         *,
         environment: Mapping[str, str] | None = None,
+        host: str = "127.0.0.1",
         port: int | None = None,
         log: Path | None = None,
         inherited: Sequence[int] = (),
     ) -> None:
         self.layout = layout
+        self.host = host
         self._inherited = tuple(inherited)
         self.port = port or 0
         self._environment = dict(environment or {})
@@ -145,7 +149,9 @@ class Server:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        """The address of the server for this machine, which an address such as 0.0.0.0 includes."""
+        host = _REACHABLE.get(self.host, self.host)
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     @property
     def pid(self) -> int:
@@ -156,11 +162,11 @@ class Server:
         return self._process is not None and self._exit_code() is None
 
     def start(self) -> Self:
-        """Start the process and return at once. Raises ServerFailed if the port cannot be used."""
+        """Start the process and return at once. Raises ServerFailed if the address cannot be used."""
         if self._process is not None:
             raise ServerFailed("The server was started already.", "Stop it first.")
         # The process inherits the listening socket, so no other server can take the port meanwhile.
-        with listen("127.0.0.1", self.port, ServerFailed) as listener:
+        with listen(self.host, self.port, ServerFailed) as listener:
             self.port = listener.getsockname()[1]
             self._start(listener.fileno())
         return self

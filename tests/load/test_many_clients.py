@@ -6,21 +6,20 @@ watched (1,000 in `make test-load`).
 """
 
 import asyncio
-import json
 import os
 import random
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import httpx
 import psutil
 import pytest
 
 from preheat.local_server.server import Server
-from tests.support.images import Pixels, largest_difference, pixels
+from tests.support.images import largest_difference
 from tests.support.load import HealthProbe
+from tests.support.load_requests import REQUESTS, decoded_images
 from tests.support.predictions import PREDICT_PATH
 
 CLIENTS = 64
@@ -30,35 +29,11 @@ LOAD_SECONDS = float(os.environ.get("PREHEAT_LOAD_SECONDS", "0"))
 SOAK_IMAGES = int(os.environ.get("PREHEAT_SOAK_IMAGES", "0"))
 TIMEOUT_SECONDS = 300
 
-# Prompts, sizes, samplers, steps and guidance that share batches in every combination.
-REQUESTS: list[dict[str, Any]] = [
-    {
-        "prompt": ["a red circle", "two green squares on white", "a blue line"][number % 3],
-        "width": [64, 96, 128][number % 3], "height": [64, 96][number % 2],
-        "scheduler": ["Euler", "Euler a", "DDIM", "DPM++ 2M", "DPM++ 2M SDE Karras"][number % 5],
-        "num_inference_steps": 2 + number % 4, "guidance_scale": [7.5, 1.0][number % 2],
-        "use_refiner": number % 4 == 0, "num_images": 1 + number % 2, "seed": number, "output_format": "png",
-    }
-    for number in range(24)
-]  # fmt: skip
-
-
-def decoded_images(body: dict[str, Any]) -> list[Pixels]:
-    return [pixels(image["data"]) for image in body["images"]]
-
-
-def body_of_stream(answer: httpx.Response) -> dict[str, Any]:
-    """Return the images of a completed stream like the body of an answer without streaming."""
-    events = [json.loads(line) for line in answer.text.splitlines()]
-    assert events[-1]["event"] == "done", events[-1]
-    images = [event for event in events if event["event"] == "image"]
-    return {"images": sorted(images, key=lambda image: image["index"])}
-
 
 @pytest.mark.skipif(not LOAD_SECONDS, reason="takes minutes: set PREHEAT_LOAD_SECONDS=120, or run `make test-load`")
 def test_each_client_gets_its_own_images(server: Server, show_progress: Callable[[str], None]) -> None:
     with httpx.Client(base_url=server.url, trust_env=False, timeout=TIMEOUT_SECONDS) as client:
-        expected = [decoded_images(client.post(PREDICT_PATH, json=request).json()) for request in REQUESTS]
+        expected = [decoded_images(client.post(PREDICT_PATH, json=request)) for request in REQUESTS]
     counts: Counter[str] = Counter()
     errors: list[str] = []
 
@@ -85,8 +60,7 @@ def test_each_client_gets_its_own_images(server: Server, show_progress: Callable
             if answer.status_code != 200:
                 errors.append(f"{answer.status_code} {answer.text[:200]}")
                 continue
-            images = decoded_images(body_of_stream(answer) if request["stream"] else answer.json())
-            for image, expected_image in zip(images, expected[index], strict=True):
+            for image, expected_image in zip(decoded_images(answer), expected[index], strict=True):
                 if largest_difference(image, expected_image) > 1:
                     errors.append(f"request {index} got another image")
 

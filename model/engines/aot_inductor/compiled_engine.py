@@ -122,8 +122,8 @@ class _Loader:
 def _unusable(component: str, error: RuntimeError | OSError) -> EngineError:
     return EngineError(
         f"The {component} engine cannot be opened ({_first_line(error)}).",
-        "Free space in the folder for temporary files, where the engine is unpacked, or build it again "
-        "(`preheat build`).",
+        "Free space in the folder for temporary files, where the engine is unpacked, mount that folder without noexec, "
+        "or build the engine again (`preheat build`).",
     )
 
 

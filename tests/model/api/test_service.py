@@ -438,6 +438,8 @@ class Termination:
     """The results of a server that was terminated while it had a running and a waiting request."""
 
     statuses: list[int]
+    late: httpx.Response
+    """The answer to a request that arrived afterwards."""
     exit_code: int
     log: str
 
@@ -466,9 +468,11 @@ def termination(layout: Layout, store: Store, release: str, tmp_path_factory: py
 
             eventually(lambda: accepted() == 9, "both requests are accepted")
             os.kill(server.pid, signal.SIGTERM)
+            eventually(lambda: client.get("/v1/models/model").status_code == 503, "the server is not ready")
+            late = post(client, **SMALL | secret)
             eventually(lambda: refuses_connections(server), "new connections are refused")
             statuses = [future.result().status_code for future in (running, waiting)]
-        return Termination(statuses, server.wait(), log.read_text())
+        return Termination(statuses, late, server.wait(), log.read_text())
 
 
 def refuses_connections(server: Server) -> bool:
@@ -483,6 +487,7 @@ def test_terminated_server_answers_accepted_requests(termination: Termination) -
     assert termination.statuses == [200, 200]
     assert termination.exit_code in (0, -signal.SIGTERM, 143)
     assert termination.log.count('\\"status\\": 200') == 3
+    assert termination.late.status_code == 503 and termination.late.headers["Retry-After"] == "5"
 
 
 def test_log_has_no_prompts(termination: Termination) -> None:

@@ -63,6 +63,17 @@ def test_empty_fields_have_defaults(client: httpx.Client) -> None:
     assert explicit["data"] == body["data"]
 
 
+def test_answers_a_request_of_the_truss_example(client: httpx.Client) -> None:
+    """All fields that the example reads, and the three keys of its answer."""
+    fields = {"prompt": PROMPT, "negative_prompt": None, "use_refiner": True, "num_inference_steps": 4, "seed": 3}
+    fields |= {"denoising_frac": 0.8, "end_cfg_frac": 0.4, "guidance_scale": 7.5, "scheduler": "DPM++ 2M Karras"}
+    body = predict(client, **fields)
+    assert body["status"] == "success" and isinstance(body["time"], float)
+    assert open_image(body["data"]).format == "JPEG"
+    without_guidance = predict(client, **fields | {"end_cfg_frac": 0.0})
+    assert body["data"] != without_guidance["data"]
+
+
 def test_returned_seed_gives_the_same_image(client: httpx.Client) -> None:
     first, second = (predict(client, **SMALL) for _ in range(2))
     seeds = [body["images"][0]["seed"] for body in (first, second)]

@@ -100,6 +100,28 @@ def test_listens_on_one_address_only(server: Server) -> None:
         socket.create_connection(("127.0.0.2", server.port), timeout=5)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8 on its loopback")
+def test_listens_on_the_given_address(layout: Layout) -> None:
+    with Server(layout, host="127.0.0.2") as server:
+        assert server.url == f"http://127.0.0.2:{server.port}"
+        server.wait_ready(READY_SECONDS)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", server.port), timeout=5)
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("0.0.0.0", "http://127.0.0.1:1"), ("::", "http://[::1]:1"), ("fe80::1", "http://[fe80::1]:1")],
+)
+def test_names_an_address_that_a_client_can_reach(layout: Layout, host: str, url: str) -> None:
+    assert Server(layout, host=host, port=1).url == url
+
+
+def test_refuses_an_address_of_another_machine(layout: Layout) -> None:
+    with pytest.raises(ServerFailed, match=r"of 192\.0\.2\.1 cannot be used: .*Name an address .* with --host"):
+        Server(layout, host="192.0.2.1", port=1).start()
+
+
 def test_refuses_the_port_of_another_server(server: Server, layout: Layout) -> None:
     with pytest.raises(ServerFailed, match=f"Port {server.port} of 127.0.0.1 is taken"):
         Server(layout, port=server.port).start()
