@@ -43,14 +43,9 @@ class AdapterTurns:
         """
         self.draining = self.blocked = False
         active, library = self._model.active_adapters, self._model.adapters
-        if library is None:
-            return None
+        if (failed := self.prepare(waiting)) is not None or library is None:
+            return failed
         jobs = [job for job in waiting if not job.done]
-        needing = [job for job in jobs if self._needed(job)]
-        library.prepare(list({job.params.loras: self._needed(job) for job in needing}.values()))
-        for job in needing:
-            if (error := library.take_failure(self._needed(job))) is not None:
-                return job, error
         own = [job for job in jobs if job.plan.adapters.merged == active]
         others = [job for job in jobs if job.plan.adapters.merged != active]
         next_job = next((job for job in others if self._is_ready(job)), None)
@@ -69,6 +64,16 @@ class AdapterTurns:
             self._on_merged(self._merged_at - now)
             self.draining = False
         return None
+
+    def prepare(self, waiting: Sequence[Job]) -> tuple[Job, Exception] | None:
+        """Load the adapters of `waiting` onto the device. Returns a job that cannot get them, with the error."""
+        library = self._model.adapters
+        needing = [job for job in waiting if not job.done and self._needed(job)]
+        if library is None:
+            return None
+        library.prepare(list({job.params.loras: self._needed(job) for job in needing}.values()))
+        failed = ((job, library.take_failure(self._needed(job))) for job in needing)
+        return next(((job, error) for job, error in failed if error is not None), None)
 
     def admits(self, job: Job) -> bool:
         """True if images of a job may start now, as far as its adapters decide."""

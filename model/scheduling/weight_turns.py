@@ -54,10 +54,9 @@ class WeightTurns:
         if self._slots is not None:
             yield from self._slots.update(waiting, in_flight, self.blocked)
         for runner, turns in self._adapters.items():
-            while self._holds(runner):
-                own = [job for job in waiting if job.runner is runner]
-                if (failed := turns.update(own, in_flight(runner))) is None:
-                    break
+            own = [job for job in waiting if job.runner is runner]
+            # Without a slot, adapters are read while the release is brought into one.
+            while failed := turns.update(own, in_flight(runner)) if self._holds(runner) else turns.prepare(own):
                 yield failed
 
     def admits(self, job: Job) -> bool:

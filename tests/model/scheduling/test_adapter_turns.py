@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import numpy as np
 import pytest
@@ -17,6 +18,8 @@ from model.pipeline.runner import Runner
 from model.pipeline.text_to_image import generate
 from model.scheduling.job import Job
 from model.scheduling.scheduler import Scheduler
+from model.scheduling.weight_slots import WeightSlots
+from model.scheduling.weight_turns import WeightTurns
 from model.settings import Limits
 from tests.support.adapter_model import ADAPTER_BYTES, AdapterModel, adapter_model
 from tests.support.images import pixels
@@ -209,3 +212,19 @@ def test_old_failure_answers_no_later_request(gate: Gate, scheduler: Scheduler, 
         eventually(lambda: adapted.store.reads == [adapted.blobs["a"]], "the damaged blob was read")
         settle(scheduler)
     results(scheduler.submit(params(2, loras=A)))
+
+
+def test_adapters_are_read_for_a_release_without_a_slot(adapted: AdapterModel) -> None:
+    """So a request waits once, and one whose adapter is damaged brings no release onto the device."""
+    runner = Runner(adapted.model)
+    slots = create_autospec(WeightSlots, instance=True)
+    slots.holds.return_value, slots.update.return_value = False, []
+    turns = WeightTurns([runner], slots, 1.0, lambda: None)
+    jobs = [Job(runner, runner.plan(params(0, loras=loras)), None, 0, None) for loras in (A, B)]
+    with damaged(adapted):
+        found: list[tuple[Job, Exception]] = []
+        eventually(lambda: bool(found.extend(turns.update(jobs, lambda _: False)) or found), "the failure")
+    [(job, error)] = found
+    assert job is jobs[0] and isinstance(error, AdapterError)
+    eventually(lambda: adapted.library.has(["b"]), "the other adapter")
+    turns.close()
