@@ -1,6 +1,7 @@
 """`preheat plan-replicas`: from measured rows to a recommendation."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from tests.support.repository import REPOSITORY
 
 
 def plan(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["plan-replicas", *arguments])
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["plan-replicas", *arguments])
 
 
 @pytest.fixture
@@ -51,6 +52,19 @@ def test_forecasts_raise_the_throughput_of_a_replica() -> None:
     common = ("constant:1", "--curve", "1:0.02", "--cold-start", "5", "--p99", "30", "--hours", "0.02")
     for options, rate in (((), 1 / 0.6), (("--forecast", "fast"), 1 / 0.32)):
         assert f"generates at most {rate:.2f} images/s" in plan(*common, *options).output
+
+
+def test_prints_what_images_cost() -> None:
+    """A replica that always runs makes 0.25 requests a second: 900 in the hour that costs 3.6."""
+    ran = plan(
+        "constant:0.25", "--curve", "1:0.1", "--steps", "10", "--cold-start", "1", "--p99", "30", "--hours", "1",
+        "--max-replica", "1", "--per-hour", "3.6",
+    )  # fmt: skip
+    assert ran.exit_code == 0 and "1,000 images" in ran.output
+    costs = {float(cells[8]) for line in ran.output.splitlines() if len(cells := re.split(r"\s*│\s*", line)) > 9}
+    assert costs and all(cost == pytest.approx(4, rel=0.2) for cost in costs)
+    assert "1,000 images" not in plan("constant:1", "--curve", "1:0.1", "--cold-start", "1", "--p99", "30").output
+    assert plan("constant:1", "--curve", "1:0.1", "--cold-start", "1", "--p99", "1", "--per-hour", "nan").exit_code == 2
 
 
 def test_reports_an_unreachable_target(measured: Path) -> None:
