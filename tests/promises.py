@@ -113,6 +113,18 @@ CAPABILITIES: Tests = {
         "tests/engine_builder/adapters/test_adapters.py::test_refuses_unusable_tensors",
         "tests/model/scheduling/test_adapter_turns.py::test_equal_adapters_share_a_batch_and_others_wait",
     ),
+    "new adapters and embeddings without a restart": (
+        "tests/model/api/test_adapter_catalog.py::test_an_added_adapter_is_found_at_its_first_request",
+        "tests/model/api/test_adapter_catalog.py::test_a_removed_adapter_is_refused",
+        "tests/model/api/test_new_adapters.py::test_adds_and_removes_adapters",
+        "tests/model/loading/test_later_embeddings.py::test_takes_over_embeddings_of_later_versions",
+        "tests/load/test_new_adapters.py::test_adapters_change_under_load",
+    ),
+    "many fine-tunes on one GPU": (
+        "tests/model/loading/test_several_releases.py::test_any_release_fills_a_slot",
+        "tests/model/loading/test_several_releases.py::test_a_swap_that_fails_harms_no_other_release",
+        "tests/model/scheduling/test_weight_slots.py::test_images_go_on_during_the_warm_up_of_a_slot",
+    ),
     "several GPUs": (
         "tests/engine_builder/releases/test_publish.py::test_drafts_of_two_targets_become_one_release",
         "tests/model/loading/test_runtimes.py::test_targets_of_each_choice",
