@@ -9,7 +9,7 @@ import httpx
 
 from gateway.errors import ApiError
 
-MAX_DESCRIPTION_BYTES = 2**20  # of all releases of a server
+MAX_DESCRIPTION_BYTES = 2**22  # of all releases of a server
 MAX_ERROR_BYTES = 2**16
 MAX_HELD_BYTES = 96 * 2**20  # unfinished lines of all answers
 SMALL_LINE_BYTES = 2**20  # a line without an image; it is read whatever the total is

@@ -134,7 +134,7 @@ class EmbeddingUpdates:
         self._slots, self._scheduler = slots, scheduler
 
     def start(self) -> None:
-        """Look for later versions every `EMBEDDING_SECONDS` in which requests arrived, on a thread of its own."""
+        """Look for later versions every `EMBEDDING_SECONDS`, on a thread of its own."""
         threading.Thread(target=self._run, name="preheat-embeddings", daemon=True).start()
 
     def update(self) -> None:
@@ -148,14 +148,13 @@ class EmbeddingUpdates:
                     logger.info(json.dumps(entry | {"version": version, "embeddings": found.tokens}))
             except PreheatError as error:
                 logger.error("Embeddings of %s cannot be taken over. %s", self._releases.name(index), error)
+            except Exception:
+                logger.exception("Embeddings of %s cannot be taken over.", self._releases.name(index))
 
     def _run(self) -> None:
-        seen = 0
         while not self._scheduler.is_closed:
             time.sleep(EMBEDDING_SECONDS)
-            if (count := self._scheduler.submissions) != seen:
-                seen = count
-                self.update()
+            self.update()
 
     def _use(self, index: int, found: NewEmbeddings) -> bool:
         """Return False if the release is being loaded without them. Runs on the scheduler's thread."""

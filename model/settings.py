@@ -149,7 +149,7 @@ class Settings(StrictModel):
     """The sizes served; empty: all sizes of the release."""
     limits: Limits = Limits()
     loras: Annotated[list[AdapterPattern], BeforeValidator(_split_names)] = []
-    """The adapters of the store that requests may use. `*` and `?` stand for the names that the store has then."""
+    """The adapters of the store that requests may use. With `*` or `?`: those that the store has when it is asked."""
     follow_embeddings: bool = False
     """True: embeddings of later versions of the releases (`preheat add-embedding`) are taken over without a restart."""
     gpus_per_image: Annotated[int, Field(ge=1, le=8)] = 1

@@ -40,7 +40,7 @@ _PROBES = {
 }
 # Folders that the server writes, besides the cache. The image is read-only otherwise.
 _SCRATCH = {"tmp": "/tmp", "data": "/app/data", "shm": "/dev/shm"}
-_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+_LABEL = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 
 
 class KubernetesOptionError(PreheatError):
@@ -114,7 +114,8 @@ def read_pods(
     for option, value in (("--name", name), ("--namespace", namespace)):
         if not _LABEL.fullmatch(value):
             raise KubernetesOptionError(
-                f"{option} {value[:80]!r} is not a name of Kubernetes.", "Use up to 63 of a-z, 0-9 and -."
+                f"{option} {value[:80]!r} is not a name of Kubernetes.",
+                "Use up to 63 of a-z, 0-9 and -, the first of them a letter.",
             )
     if not image or any(character.isspace() for character in image):
         raise KubernetesOptionError(f"--image {image[:80]!r} is not the name of an image.", "Give REGISTRY/NAME:TAG.")
@@ -127,6 +128,8 @@ def read_pods(
     variables = {**environment, **release_variables(store or environment.get("PREHEAT_STORE", ""), releases)}
     settings = read_settings(section if section is not None else {}, environment=variables)
     _check_store(settings.required("store"), store_claim)
+    if math.isinf(settings.grace_seconds):
+        raise KubernetesOptionError("grace_seconds is infinite, and a pod has a finite grace period.", "Set a number.")
     return Pods(
         name=name,
         namespace=namespace,
@@ -347,7 +350,8 @@ def _autoscaler(pods: Pods) -> Manifest:
 
 def _scaled_object(pods: Pods) -> Manifest:
     """Return KEDA's counterpart of `_autoscaler`. Not to zero: without a pod there is no metric that adds one."""
-    series = f'{{namespace="{pods.namespace}", pod=~"{pods.name}-.*"}}[{pods.autoscaling.autoscaling_window}s]'
+    pod = f"{pods.name}-[a-z0-9]+-[a-z0-9]+"  # of the Deployment's ReplicaSets
+    series = f'{{namespace="{pods.namespace}", pod=~"{pod}"}}[{pods.autoscaling.autoscaling_window}s]'
     names = ("preheat_queue_images", "preheat_active_images")
     query = " + ".join(f"sum(avg_over_time({name}{series}))" for name in names)
     trigger = {"serverAddress": pods.keda, "query": query, "threshold": f"{pods.images_per_replica:g}"}

@@ -326,7 +326,7 @@ def _describe_slots(selections: Sequence[Selection], config: Any, settings: Sett
     of_first, of_further, of_all = (f"{size / 2**20:.0f} MiB" for size in sizes)
     return [
         f"slots    {of_first} for the first release, {of_further} for each further one, {of_all} for {slots} of "
-        f"{len(selections)} at once (estimates, without the memory of running steps)"
+        f"{len(selections)} at once (estimates, without the memory of running steps and of adapters)"
     ]
 
 

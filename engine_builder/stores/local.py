@@ -23,7 +23,7 @@ from engine_builder.stores.writing import (
 )
 from model.errors import CorruptBlob, StoreError
 from model.store.adapter_record import AdapterRecord
-from model.store.keys import BLOBS, adapter_key, is_digest, release_key
+from model.store.keys import BLOBS, adapter_key, adapter_not_found, is_digest, release_key
 from model.store.local import CHUNK_BYTES, FileMissing, LocalStore, list_json, open_regular_file
 from model.store.manifest import MANIFEST_LIMIT, Manifest
 
@@ -121,9 +121,10 @@ class WritableLocalStore(LocalStore):
             raise adapter_exists(self.read_adapter(record.name), record)
 
     def delete_adapter(self, name: str) -> None:
-        self.read_adapter(name)
         try:
-            (self.root / adapter_key(name)).unlink(missing_ok=True)
+            (self.root / adapter_key(name)).unlink()
+        except FileNotFoundError as error:
+            raise adapter_not_found(name, self.url, [*self.adapters()]) from error
         except OSError as error:
             cause = error.strerror or str(error)
             raise StoreError(f"Adapter {name} cannot be deleted ({self.url}): {cause}.", "Make it writable.") from error

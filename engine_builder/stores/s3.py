@@ -13,7 +13,16 @@ from engine_builder.stores.s3_uploads import BytesSource, WritableBucket
 from engine_builder.stores.writing import adapter_exists, checked_json, needs_refresh, record_key, release_exists
 from model.errors import StoreError
 from model.store.adapter_record import AdapterRecord
-from model.store.keys import BLOBS, adapter_key, blob_damaged, blob_key, blob_missing, is_digest, release_key
+from model.store.keys import (
+    BLOBS,
+    adapter_key,
+    adapter_not_found,
+    blob_damaged,
+    blob_key,
+    blob_missing,
+    is_digest,
+    release_key,
+)
 from model.store.manifest import Blob, Manifest
 from model.store.s3 import CONNECTIONS, S3Store
 
@@ -78,9 +87,9 @@ class WritableS3Store(S3Store):
         return True
 
     def blobs(self) -> Iterator[tuple[str, int, float]]:
-        for key, size, changed in self._bucket.list_objects(f"{BLOBS}/"):
-            if is_digest(digest := key.removeprefix(f"{BLOBS}/")):
-                yield digest, size, changed
+        for found in self._bucket.list_objects(f"{BLOBS}/"):
+            if is_digest(digest := found.key.removeprefix(f"{BLOBS}/")):
+                yield digest, found.bytes, found.changed
 
     def delete_blob(self, digest: str, unless_changed_after: float) -> bool:
         head = self._writable.head(digest)
@@ -108,8 +117,10 @@ class WritableS3Store(S3Store):
             raise adapter_exists(self.read_adapter(record.name), record)
 
     def delete_adapter(self, name: str) -> None:
-        self.read_adapter(name)
-        self._writable.delete(adapter_key(name), f"Adapter {name}")
+        key = adapter_key(name)  # refuses an unsafe name
+        if name not in (names := self.adapters()):
+            raise adapter_not_found(name, self.url, [*names])
+        self._writable.delete(key, f"Adapter {name}")
 
     def _check_lengths(self, blobs: Sequence[Blob]) -> None:
         """Raise CorruptBlob unless the bucket has all of these blobs with their lengths."""
@@ -128,5 +139,5 @@ class WritableS3Store(S3Store):
 
     def records(self, kind: str) -> list[str]:
         folder = record_key(kind, "x").removesuffix("x.json")
-        names = (key.removeprefix(folder) for key, _, _ in self._bucket.list_objects(folder))
+        names = (found.key.removeprefix(folder) for found in self._bucket.list_objects(folder))
         return sorted(name.removesuffix(".json") for name in names if name.endswith(".json") and "/" not in name)

@@ -45,7 +45,7 @@ export async function describe(key) {
 // Return whether the gateway can use a server: true, false, or null if the gateway itself does not answer.
 export async function health() {
   try {
-    return (await fetch("health")).ok;
+    return (await fetch("health", {signal: AbortSignal.timeout(10_000)})).ok;
   } catch {
     return null;
   }

@@ -55,7 +55,7 @@ class AdapterLibrary:
         self._records: dict[str, AdapterRecord] = {}
         self._sizes: dict[str, int] = {}
         self._misfits: dict[str, str] = {}  # why adapters that were added do not fit
-        self._learn(records)
+        self._add_records(records)
         self.weights = weights
         self._lock = threading.Lock()  # guards the next three
         self._loaded: OrderedDict[str, AdapterChanges] = OrderedDict()  # the least recently used first
@@ -83,7 +83,7 @@ class AdapterLibrary:
                     check_fit(record, self.layers, "this model")
                 except AdapterError as error:
                     self._misfits[record.name] = error.args[0]
-                self._learn([record])
+                self._add_records([record])
 
     def check(self, adapters: AdapterSet) -> None:
         """Raise RequestRefused if one of these adapters does not fit the model."""
@@ -91,7 +91,7 @@ class AdapterLibrary:
             if name in self._misfits:
                 raise RequestRefused("loras", self._misfits[name])
 
-    def _learn(self, records: Iterable[AdapterRecord]) -> None:
+    def _add_records(self, records: Iterable[AdapterRecord]) -> None:
         for record in records:
             self._sizes[record.name] = _device_bytes(record)
             self._records[record.name] = record

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -40,6 +41,7 @@ logger = logging.getLogger("preheat")
 LIST_SECONDS = 10.0
 MAX_EARLY_LISTS = 4
 FAILURE_SECONDS = 60.0  # after which a record that could not be used is read again, though it is the same
+KNOWN_WAIT_SECONDS = 1.0  # that a description, and a request for an adapter that was read before, wait for the list
 _MAX_NAMED = 20  # adapters in one message
 
 T = TypeVar("T")
@@ -51,7 +53,7 @@ class _Failure:
 
     mark: str
     at: float
-    error: AdapterError
+    message: str
 
 
 class AdapterCatalog:
@@ -72,7 +74,8 @@ class AdapterCatalog:
         self._read_marks: dict[str, str] = {}
         self._failures: dict[str, _Failure] = {}
         self._marks: dict[str, str] = {}  # the store's list
-        self._listed_at = -LIST_SECONDS
+        self._listed_at = -LIST_SECONDS  # by the clock: the last attempt
+        self._list_problem = ""  # why the last attempt failed
         self._early_lists, self._reads = _Budget(MAX_EARLY_LISTS, clock), _Budget(limits.lora_fetches_per_minute, clock)
         self._listing: asyncio.Task[None] | None = None
         self._fetching: dict[str, asyncio.Task[AdapterRecord]] = {}
@@ -97,28 +100,27 @@ class AdapterCatalog:
     async def sizes(self) -> dict[str, int | None]:
         """Return the bytes of the adapters that are offered now, by name; None: it was not read yet.
 
-        If the store cannot be reached, the names are older than `find` lets them become.
+        If the store is slow or cannot be reached, the names are older than `find` lets them become.
         """
-        try:
-            await self._refresh()
-        except StoreError as error:
-            logger.warning("The list of adapters is not up to date. %s", error)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(KNOWN_WAIT_SECONDS):
+                await self._refresh()
         return {name: self._records[name].total_bytes if name in self._records else None for name in self._offered()}
 
     async def _find(self, name: str) -> AdapterRecord:
-        try:
-            await self._refresh(name)
-        except StoreError as error:
-            if name not in self._marks or name not in self._records:
-                raise AdapterNotReady(f"Adapter {name} cannot be looked up. {error}") from error
-            logger.warning("Adapter %s is used although the store cannot be asked for it. %s", name, error)
+        is_known = name in self._marks and name in self._records
+        with suppress(TimeoutError):
+            async with asyncio.timeout(KNOWN_WAIT_SECONDS if is_known else None):
+                await self._refresh(name)
         mark = self._marks.get(name)
+        if mark is None and self._list_problem:
+            raise AdapterNotReady(f"Adapter {name} cannot be looked up. {self._list_problem}")
         if mark is None or not self._is_offered(name):
             metrics.ADAPTER_LOOKUPS.labels("missing").inc()
             raise self._refusal(name)
         failure = self._failures.get(name)
         if failure is not None and failure.mark == mark and self._clock() - failure.at < FAILURE_SECONDS:
-            raise failure.error
+            raise AdapterError(failure.message, "")
         if self._read_marks.get(name) == mark:
             return self._records[name]
         if name not in self._fetching:
@@ -150,11 +152,11 @@ class AdapterCatalog:
         except (AdapterError, UntrustedRelease, CorruptBlob) as error:
             metrics.ADAPTER_LOOKUPS.labels("refused").inc()
             logger.error("Adapter %s cannot be used. %s", name, error)
-            refusal = AdapterError(f"Adapter {name} cannot be used. {error}", "")
-            self._failures[name] = _Failure(mark, self._clock(), refusal)
-            raise refusal from error
+            self._failures[name] = _Failure(mark, self._clock(), f"Adapter {name} cannot be used. {error}")
+            raise AdapterError(self._failures[name].message, "") from error
         except StoreError as error:
             metrics.ADAPTER_LOOKUPS.labels("failed").inc()
+            self._reads.give_back()
             raise AdapterNotReady(f"Adapter {name} cannot be read. {error}") from error
         finally:
             del self._fetching[name]
@@ -164,7 +166,7 @@ class AdapterCatalog:
         return record
 
     async def _refresh(self, name: str | None = None) -> None:
-        """Read the store's list if it is old, or lacks a name. Raises StoreError."""
+        """Read the store's list if it is old, or lacks a name. If that fails, the earlier list stays."""
         if self._listing is None:
             if self._clock() - self._listed_at < LIST_SECONDS:
                 if name is None or name in self._marks or not self._early_lists.has_room():
@@ -177,9 +179,12 @@ class AdapterCatalog:
         began = self._clock()
         try:
             self._marks = await asyncio.get_running_loop().run_in_executor(self._lister, self._store.adapters)
+            self._list_problem = ""
+        except StoreError as error:
+            self._list_problem = str(error)
+            logger.warning("The list of adapters is not up to date. %s", error)
         finally:
-            self._listing = None
-        self._listed_at = began
+            self._listing, self._listed_at = None, began
         metrics.ADAPTER_LISTS.inc()
 
     def _is_offered(self, name: str) -> bool:
@@ -218,6 +223,11 @@ class _Budget:
     def add(self) -> None:
         """Count an event."""
         self._times.append(self._clock())
+
+    def give_back(self) -> None:
+        """Count the last event no more."""
+        if self._times:
+            self._times.pop()
 
     def take(self) -> None:
         """Count an event, or raise Overloaded."""

@@ -219,16 +219,16 @@ class Service:
         """Return the adapters that requests may name now: those of the configuration, then those of its patterns."""
         sizes: dict[str, int | None] = dict(served.lora_bytes)
         if self._catalog is not None:
-            sizes = await self._catalog.sizes() | sizes
+            sizes |= {name: size for name, size in (await self._catalog.sizes()).items() if name not in sizes}
         on_device = self._scheduler.adapters_on_device
         return [
             {
                 "name": name,
                 "bytes": count,
                 "used": self._adapters_used.get(name),
-                "place": "device" if name in on_device else "store" if count is None else "host",
+                "place": "device" if name in on_device else "host" if name in self._adapters_used else "store",
             }
-            for name, count in sorted(sizes.items())[:MAX_DESCRIBED]
+            for name, count in list(sizes.items())[:MAX_DESCRIBED]
         ]
 
     async def _submit(

@@ -12,9 +12,11 @@ import torch
 
 from model.deployment import Deployment, version_number
 from model.errors import ConfigError
+from model.loading.load import read_blobs
 from model.loading.select import Selection, select
 from model.loading.target import Target
-from model.loading.token_tables import TOKEN_TABLE, text_encoders
+from model.loading.token_tables import TOKEN_TABLE, check_token_ids, text_encoders, token_tables
+from model.pipeline.components import FAMILIES
 from model.prompts.tokenizer import ClipTokenizer
 from model.store.manifest import Blob, Manifest, WeightsRecord
 from model.store.signature import check_signature
@@ -74,11 +76,13 @@ def read_embeddings(
     Raises what reading and checking a release raises, and ConfigError for tables that other releases use too.
     """
     manifest = store.read_release(name)
-    encoders = dict(text_encoders(current))
-    if _without_embeddings(manifest, encoders) != _without_embeddings(current.manifest, encoders):
+    if _without_embeddings(manifest) != _without_embeddings(current.manifest):
         return None
     check_signature(manifest, deployment.public_keys)
     later = select(manifest, targets, deployment).only(deployment.components)
+    if later.shared != current.shared:
+        return None
+    encoders = dict(text_encoders(current))
     used = {name: _embeddings(current.manifest, name) for name in manifest.tokenizers}
     if any(not used[name].items() <= _embeddings(manifest, name).items() for name in used):
         return None
@@ -102,6 +106,7 @@ def read_embeddings(
             return None
         tables[key] = {tensor: table for tensor, table in after.items() if tensor.endswith(TOKEN_TABLE)}
     extended = {name: tokenizers[name].with_embeddings(_embeddings(manifest, name)) for name in tokenizers}
+    check_token_ids(later, extended, read_blobs(store, token_tables(later), later))
     return NewEmbeddings(later, extended, tables)
 
 
@@ -109,8 +114,9 @@ def _embeddings(manifest: Manifest, tokenizer: str) -> dict[str, tuple[int, ...]
     return manifest.tokenizers[tokenizer].embeddings or {}  # type: ignore[index]
 
 
-def _without_embeddings(manifest: Manifest, encoders: Collection[str]) -> Manifest:
+def _without_embeddings(manifest: Manifest) -> Manifest:
     """Return a manifest without what versions with other embeddings differ in."""
+    encoders = {name for one in FAMILIES[manifest.family].denoisers for name, _ in one.text_encoders}
     return manifest.model_copy(
         update={
             **{"version": "", "created": "", "builder": {}, "signature": None, "schema_version": 1},
@@ -134,7 +140,6 @@ def _read(store: Store, blobs: Iterator[Blob]) -> Tensors:
         buffer = bytearray(blob.bytes)
         store.read(blob.sha256, memoryview(buffer))
         found |= tensors_in(buffer, blob)
-        store.unpin([blob])
     return found
 
 

@@ -51,7 +51,7 @@ def needed_bytes(device: torch.device, selection: Selection, ranks: int = 1) -> 
 def common_weights(selections: Sequence[Selection], has_adapters: bool) -> frozenset[str]:
     """Return the digests of the weights that several releases share on the device.
 
-    That is none with adapters: a merge into the weights of one release must not change another one.
+    The set is empty with adapters: a merge into the weights of one release must not change another one.
     """
     if len(selections) == 1 or has_adapters:
         return frozenset()

@@ -66,7 +66,8 @@ class Releases:
         selections = [one.selection for one in self._resolved]
         self._common = common_weights(selections, bool(deployment.adapters.names))
         self._first: Loaded | None = None
-        self._other_versions: set[str] = set()  # later ones that cannot be used, or differ in more than embeddings
+        # By release: later versions that cannot be used, or differ in more than embeddings.
+        self._other_versions: set[tuple[int, str]] = set()
         self._stopped = threading.Event()
 
     def __len__(self) -> int:
@@ -149,7 +150,7 @@ class Releases:
         """
         one = self._resolved[index]
         for name in later_versions(self._store, one.selection.manifest):
-            if name in self._other_versions:
+            if (index, name) in self._other_versions:
                 continue
             try:
                 found = read_embeddings(
@@ -157,11 +158,11 @@ class Releases:
                 )
             except PreheatError as error:
                 if isinstance(error, CorruptBlob) or not isinstance(error, StoreError):
-                    self._other_versions.add(name)
+                    self._other_versions.add((index, name))
                 raise
             if found is not None:
                 return found
-            self._other_versions.add(name)
+            self._other_versions.add((index, name))
         return None
 
     def use_embeddings(self, index: int, found: NewEmbeddings) -> None:

@@ -230,7 +230,8 @@ def _plan_pass(model: LoadedModel, request: GenerationParams, number: int, packe
         if schedule.steps:
             denoise[denoiser.unet] = _denoise_plan(model, params, denoiser, schedule, requested_step[own], packed)
     prompt_fields = _prompt_fields(request, number)
-    texts = {name: _chunks(model, params, tokenizer, prompt_fields) for name, tokenizer in model.tokenizers.items()}
+    tokenizers = list(model.tokenizers.items())  # both at once: the scheduler's thread may exchange them
+    texts = {name: _chunks(model, params, tokenizer, prompt_fields) for name, tokenizer in tokenizers}
     return PassPlan(params, whole_schedule.init_sigma, texts, denoise, source, is_last=number == len(passes) - 1)
 
 

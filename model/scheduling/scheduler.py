@@ -61,8 +61,7 @@ class _Call:
 
 
 class Scheduler:
-    """Other threads may call `submit`, `call`, `when_idle`, `cancel`, `healthy`, `queued_images`, `retry_after`,
-    `abandon`, `wait_ready` and `close`."""
+    """Other threads may use what precedes `_run`."""
 
     def __init__(
         self,
@@ -84,8 +83,6 @@ class Scheduler:
         self._device = runners[0].model.device
         self._on_device_failure = on_device_failure
         self.comparison = comparison
-        self.submissions = 0
-        """The number of accepted requests. Any thread may read it."""
         self._wakeup = threading.Condition()  # guards the next eight attributes
         self._idle_work: Iterator[None] | None = None
         self._idle_work_since = 0.0  # by time.monotonic(): its arrival, or its last interruption of requests
@@ -146,7 +143,6 @@ class Scheduler:
             self._leave_queue(count)
             raise
         with self._wakeup:
-            self.submissions += 1
             job.images_ahead = self._queued_images - count
             self._accepted.add(job)
             self._inbox.append(job)
@@ -197,6 +193,17 @@ class Scheduler:
     def is_closed(self) -> bool:
         """True once `close` was called."""
         return self._closed
+
+    @property
+    def adapters_on_device(self) -> frozenset[str]:
+        """The adapters whose factors are on the device. Any thread may read it."""
+        libraries = [runner.model.adapters for runner in self.runners]
+        return frozenset(name for library in libraries if library is not None for name in library.on_device)
+
+    @property
+    def placed(self) -> tuple[int, ...]:
+        """The indices of the releases whose weights are on the device or will be. Any thread may read it."""
+        return self._turns.placed
 
     @property
     def queued_images(self) -> int:
@@ -302,17 +309,6 @@ class Scheduler:
     def _can_admit(self) -> bool:
         """True if a load can go on, or if a job waits for more than a load: of its adapters or of its release."""
         return self._turns.has_work or not all(self._turns.blocked(job.runner) for job in self._waiting)
-
-    @property
-    def adapters_on_device(self) -> frozenset[str]:
-        """The adapters whose factors are on the device. Any thread may read it."""
-        libraries = [runner.model.adapters for runner in self.runners]
-        return frozenset(name for library in libraries if library is not None for name in library.on_device)
-
-    @property
-    def placed(self) -> tuple[int, ...]:
-        """The indices of the releases whose weights are on the device or will be. Any thread may read it."""
-        return self._turns.placed
 
     def _advance_idle_work(self, work: Iterator[None]) -> None:
         """Run one part of the work of `when_idle`, or of a comparison. Called with the lock, which is released

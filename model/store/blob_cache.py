@@ -24,6 +24,7 @@ import stat
 import time
 import uuid
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -94,6 +95,7 @@ class BlobCache(LocalStore):
         self._partials = self.root / "partial"
         self._users = self.root / "users"
         self._pinned: set[str] = set()
+        self._in_use: Counter[str] = Counter()  # threads that fetch or read a blob
         self._touched: set[str] = set()
         self._pinning = Lock()
         with self._as_store_error():
@@ -124,12 +126,25 @@ class BlobCache(LocalStore):
                 self._pinned.add(digest)
 
     def unpin(self, blobs: Iterable[Blob]) -> None:
-        """Let every process evict these blobs."""
+        """Let every process evict these blobs, but for those that another thread of this process fetches or reads."""
         with self._pinning, self._as_store_error(), self._locked():
-            self._pinned.difference_update(blob.sha256 for blob in blobs)
-            text = "".join(map(_line, self._pinned)).encode()
+            pinned = self._pinned - {blob.sha256 for blob in blobs if not self._in_use[blob.sha256]}
+            text = "".join(map(_line, pinned)).encode()
             os.pwrite(self._user, text, 0)  # before the file is cut: a full disk has no space for what was cut off
             os.ftruncate(self._user, len(text))
+            self._pinned = pinned
+
+    @contextmanager
+    def _using(self, digest: str) -> Iterator[None]:
+        """Pin a blob, and keep it pinned within a `with` statement."""
+        with self._pinning:
+            self._in_use[digest] += 1
+        try:
+            self.pin(digest)
+            yield
+        finally:
+            with self._pinning:
+                self._in_use[digest] -= 1
 
     def fetch_blob(self, digest: str, size: int, part_bytes: int, fill: Callable[[PartialBlob], None]) -> Path:
         """Return the verified file of a blob. `fill`: see `fetch_missing`."""
@@ -140,11 +155,11 @@ class BlobCache(LocalStore):
         return path
 
     def fetch_missing(self, digest: str, size: int, part_bytes: int, fill: Callable[[PartialBlob], None]) -> bool:
-        """Fetch a pinned blob. Returns False if another process may have fetched it while this one waited.
+        """Pin and fetch a blob. Returns False if another process may have fetched it while this one waited.
 
         `fill` fetches the missing parts, in one process at a time. It verifies the SHA-256 and raises CorruptBlob.
         """
-        with self._as_store_error(), self._partial(digest, size, part_bytes) as partial:
+        with self._using(digest), self._as_store_error(), self._partial(digest, size, part_bytes) as partial:
             if partial is None:
                 return False
             fill(partial)
@@ -161,11 +176,11 @@ class BlobCache(LocalStore):
 
         `trust_verified`: do not hash a file that this process has verified before and that has not changed since.
         """
-        self.pin(digest)
-        if self.has(digest):
-            with self._deleting_damaged(digest):
-                self._stream(digest, size, sink, trust_verified)
-                return True
+        with self._using(digest):
+            if self.has(digest):
+                with self._deleting_damaged(digest):
+                    self._stream(digest, size, sink, trust_verified)
+                    return True
         return False
 
     def _cached(self, digest: str, size: int) -> Path | None:

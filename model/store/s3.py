@@ -179,7 +179,7 @@ class S3Store:
     def releases(self, model: str | None = None) -> list[str]:
         folder = f"{RELEASES}/"
         listed = folder if model is None else f"{folder}{model}/"
-        keys = (key for key, _, _ in self._bucket.list_objects(listed) if key.endswith(".json"))
+        keys = (found.key for found in self._bucket.list_objects(listed) if found.key.endswith(".json"))
         names = (key.removeprefix(folder).removesuffix(".json") for key in keys)
         return sorted(name for name in names if is_release_name(name))
 
@@ -194,9 +194,9 @@ class S3Store:
     def adapters(self) -> dict[str, str]:
         folder = f"{ADAPTERS}/"
         marks = {
-            key.removeprefix(folder).removesuffix(".json"): f"{size} {changed}"
-            for key, size, changed in self._bucket.list_objects(folder)
-            if key.endswith(".json")
+            found.key.removeprefix(folder).removesuffix(".json"): f"{found.etag} {found.changed}"
+            for found in self._bucket.list_objects(folder)
+            if found.key.endswith(".json")
         }
         return {name: marks[name] for name in sorted(marks) if is_adapter_name(name)}
 

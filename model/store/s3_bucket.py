@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from threading import BoundedSemaphore
-from typing import Any
+from typing import Any, NamedTuple
 
 from botocore.exceptions import BotoCoreError, ClientError  # type: ignore[import-untyped]
 from urllib3.exceptions import HTTPError
@@ -29,6 +29,15 @@ _LIST_PAGE_KEYS = 1000  # keys of one response, the maximum of S3
 _LONGEST_PAUSE_SECONDS = 5.0
 _CHUNK_BYTES = 2**20  # read from a connection at a time
 _BODY_ERRORS = (BotoCoreError, HTTPError)  # of reading a body; `_requesting` turns those of requests into StoreErrors
+
+
+class ListedObject(NamedTuple):
+    """An object of a list. changed: seconds since 1970. etag: differs for objects of other bytes."""
+
+    key: str
+    bytes: int
+    changed: float
+    etag: str
 
 
 class Bucket:
@@ -116,15 +125,16 @@ class Bucket:
             "Check the network, then start again.",
         ) from cause
 
-    def list_objects(self, folder: str) -> Iterator[tuple[str, int, float]]:
-        """Yield key, bytes and time of change (seconds since 1970) of all objects whose key begins with `folder`."""
+    def list_objects(self, folder: str) -> Iterator[ListedObject]:
+        """Yield all objects whose key begins with `folder`."""
         skip = len(self._key(folder)) - len(folder)
         with self._requesting(f"The list of {folder}"):
             for page in self.client.get_paginator("list_objects_v2").paginate(
                 Bucket=self.name, Prefix=self._key(folder), PaginationConfig={"PageSize": _LIST_PAGE_KEYS}
             ):
                 for entry in page.get("Contents", []):
-                    yield entry["Key"][skip:], entry["Size"], entry["LastModified"].timestamp()
+                    changed = entry["LastModified"].timestamp()
+                    yield ListedObject(entry["Key"][skip:], entry["Size"], changed, entry.get("ETag", ""))
 
     def _attempts(self) -> Iterator[int]:
         """Yield 0, 1, ... and pause before each retry."""

@@ -27,6 +27,7 @@ _JSON_TYPES = {
     "list[int]": "list of integers",
     "bool": "boolean",
     "list[ImageResult]": "list of objects",
+    "list[DescribedAdapter]": "list of objects",
     'Literal["success"]': "string",
     "ImageFormat": "string",
     "NotRequired[bool]": "boolean",

@@ -218,10 +218,35 @@ def test_an_unreachable_store_stops_new_adapters_only(
     clock.now += 2 * module.LIST_SECONDS
     assert names_of(run(catalog.find(["a"]))) == ["a"]
     assert run(catalog.sizes()).keys() == {"a", "b"}
-    with pytest.raises(AdapterNotReady, match="Adapter b cannot be looked up. The store cannot be reached"):
+    with pytest.raises(AdapterNotReady, match="Adapter b cannot be read. The store cannot be reached"):
         run(catalog.find(["b"]))
+    with pytest.raises(AdapterNotReady, match="Adapter c cannot be looked up. The store cannot be reached"):
+        run(catalog.find(["c"]))
     store.is_down = False
     assert names_of(run(catalog.find(["b"]))) == ["b"]
+
+
+def test_a_slow_list_holds_up_no_known_adapter(
+    store: CountingStore,
+    clock: Clock,
+    make: Callable[..., AdapterCatalog],
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    put_adapter(store, "a", 1.0)
+    catalog = make()
+    run(catalog.find(["a"]))
+    monkeypatch.setattr(module, "KNOWN_WAIT_SECONDS", 0.01)
+    store.listed.clear()
+    clock.now += module.LIST_SECONDS
+    assert names_of(run(catalog.find(["a"]))) == ["a"]
+    monkeypatch.undo()
+    store.listed.set()
+    run(catalog.sizes())  # the slow list ends
+    store.delete_adapter("a")
+    clock.now += module.LIST_SECONDS
+    with pytest.raises(RequestRefused):
+        run(catalog.find(["a"]))
 
 
 def test_requests_of_one_adapter_read_it_once_and_may_leave(
