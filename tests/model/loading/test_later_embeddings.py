@@ -1,5 +1,6 @@
 """A server takes over embeddings that `preheat add-embedding` adds to later versions of its releases."""
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,12 +25,15 @@ from model import serving
 from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.images.encode import Pixels
+from model.loading.embeddings import may_differ_in_embeddings_only
 from model.loading.load import Loaded
 from model.loading.target import Target
 from model.request_fields import GenerationRequest
 from model.scheduling.scheduler import Scheduler
 from model.serving import start_server
 from model.settings import Settings
+from model.store.keys import release_key
+from model.store.manifest import Blob
 from model.store.precision import FP32
 from tests.engine_builder.helpers import edit_weights, folder_of, perturb
 from tests.support.images import pixels
@@ -150,3 +154,30 @@ def test_releases_that_take_turns_get_embeddings(
         of_style = add(store, "style/1", "<ink>", 2)
         becomes(image, alone(store, of_style), model=1)
         assert np.array_equal(image(), alone(store, second))
+
+
+def test_refuses_rows_that_a_table_does_not_have(store: WritableStore, caplog: pytest.LogCaptureFixture) -> None:
+    second = add(store, "worded/1", "<cat>", 1)
+    path = folder_of(store) / release_key(second)
+    manifest = json.loads(path.read_text())
+    for record in manifest["tokenizers"].values():
+        record["embeddings"]["<cat>"] = [60_000, 60_001]
+    path.write_text(json.dumps(manifest))
+    with served(store, "worded/1") as image:
+        eventually(lambda: "cannot be taken over" in caplog.text and "60001" in caplog.text, "the refusal")
+        assert np.array_equal(image(), alone(store, "worded/1"))
+
+
+@pytest.mark.parametrize(("component", "may"), [("text_encoder", True), ("text_encoder_2", True), ("unet", False)])
+def test_a_refiner_may_share_a_text_encoder(component: str, may: bool, published: tuple[WritableStore, str]) -> None:
+    """`preheat add-embedding` changes the weights of the base and of the refiner that read the same ids."""
+    manifest = published[0].read_release(published[1])
+    other = Blob(sha256="a" * 64, bytes=8)
+    weights = tuple(
+        one.model_copy(update={"blobs": (other,)}) if one.component.removeprefix("refiner_") == component else one
+        for one in manifest.weights
+    )
+    changed = sum(one.blobs == (other,) for one in weights)
+    assert changed == (2 if component != "text_encoder" else 1)
+    later = manifest.model_copy(update={"version": "99", "created": "later", "weights": weights})
+    assert may_differ_in_embeddings_only(manifest, later) == may
