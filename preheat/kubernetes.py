@@ -40,7 +40,6 @@ _PROBES = {
 }
 # Folders that the server writes, besides the cache. The image is read-only otherwise.
 _SCRATCH = {"tmp": "/tmp", "data": "/app/data", "shm": "/dev/shm"}
-_LABEL = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 
 
 class KubernetesOptionError(PreheatError):
@@ -111,11 +110,11 @@ def read_pods(
 
     cache: `node:/folder` of the node, `claim:NAME` of a PersistentVolumeClaim, or None for a folder of the pod.
     """
-    for option, value in (("--name", name), ("--namespace", namespace)):
-        if not _LABEL.fullmatch(value):
+    for option, value, first in (("--name", name, "a-z"), ("--namespace", namespace, "a-z0-9")):
+        if not re.fullmatch(rf"[{first}]([-a-z0-9]{{0,61}}[a-z0-9])?", value):
             raise KubernetesOptionError(
                 f"{option} {value[:80]!r} is not a name of Kubernetes.",
-                "Use up to 63 of a-z, 0-9 and -, the first of them a letter.",
+                f"Use up to 63 of a-z, 0-9 and -, the first of {first}.",
             )
     if not image or any(character.isspace() for character in image):
         raise KubernetesOptionError(f"--image {image[:80]!r} is not the name of an image.", "Give REGISTRY/NAME:TAG.")
