@@ -56,7 +56,7 @@ def bench_against_diffusers(
             works = [release_work(loaded, params), *(peer.work(params) for peer in peers)]
             measured = measure(works, warm_ups, runs)
     except torch.OutOfMemoryError as error:
-        raise _out_of_memory() from error
+        raise out_of_memory() from error
     names = [loaded.release, *(f"diffusers {kind}" for kind in kinds)]
     rows = [timed_row(name, params, precision, *result) for name, result in zip(names, measured, strict=True)]
     return [rows[0], *(row.model_copy(update={"diffusers": version("diffusers")}) for row in rows[1:])]
@@ -68,6 +68,12 @@ def find_peer(model: str, params: GenerationParams) -> Checkpoint:
     Raises CheckpointError, and RequestRefused for a request for which diffusers would generate different images.
     """
     folder, _ = find_checkpoints(model, None)
+    check_peer(folder, params)
+    return folder
+
+
+def check_peer(folder: Checkpoint, params: GenerationParams) -> None:
+    """Raise RequestRefused for a request for which diffusers would generate different images, and CheckpointError."""
     if params.use_refiner:
         raise RequestRefused("use_refiner", "a peer has no refiner: omit --refiner or --peer.")
     for field, plain in _PLAIN.items():
@@ -88,7 +94,6 @@ def find_peer(model: str, params: GenerationParams) -> Checkpoint:
             f"this release uses {params.scheduler} and {folder.root} uses {peer_sampler}: name a folder whose "
             "scheduler/scheduler_config.json has the release's.",
         )
-    return folder
 
 
 def diffusers_pipeline(folder: Checkpoint, precision: str, compiled: bool) -> Any:
@@ -128,6 +133,7 @@ def _pipeline_class(folder: Checkpoint) -> Any:
 
     for noisy in (logging, transformers_logging):
         noisy.disable_progress_bar()
+        noisy.set_verbosity_error()
     return diffusers.StableDiffusionXLPipeline if folder.family == "sdxl" else diffusers.StableDiffusionPipeline
 
 
@@ -243,12 +249,15 @@ def _answer(work: Callable[..., object], *arguments: Any) -> object:
     except PreheatError as error:
         return error
     except torch.OutOfMemoryError:
-        return _out_of_memory()
+        return out_of_memory()
     except Exception as error:
-        return PeerFailed(f"diffusers failed: {type(error).__name__}: {error}", "Measure without --peer.")
+        return PeerFailed(
+            f"diffusers failed: {type(error).__name__}: {error}", "Measure without --peer, or --against a server."
+        )
 
 
-def _out_of_memory() -> PeerFailed:
+def out_of_memory() -> PeerFailed:
+    """Return the error for torch.OutOfMemoryError."""
     return PeerFailed(
         "This GPU's memory is too small for the release and its peers, which are loaded together.",
         "Measure without --compiled, or on a larger GPU.",
