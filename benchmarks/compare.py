@@ -161,7 +161,7 @@ def _forecasts(
     def fewer_steps(params: GenerationParams) -> GenerationParams:
         return replace(params, num_inference_steps=evaluation_count("fast", params.num_inference_steps))
 
-    names = f"{RELEASE}, forecast fast", f"{RELEASE}, as few steps"
+    names = f"{RELEASE}, forecast fast", f"{RELEASE}, fewer steps"
     try:
         for params in requests:
             check_forecast(sampler_spec(params.scheduler), "fast")

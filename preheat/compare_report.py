@@ -25,6 +25,7 @@ _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem; color: #222; background: #fff; }
 table { border-collapse: collapse; }
 .numbers td, .numbers th { padding: .3rem .8rem; border-bottom: 1px solid #ddd; text-align: right; }
+.numbers td:not(.reason) { white-space: nowrap; }
 .numbers td:first-child, .numbers th:first-child, .numbers .reason { text-align: left; }
 .pictures td, .pictures th { padding: .3rem .6rem; vertical-align: top; text-align: left; font-weight: normal; }
 .pictures thead th { font-weight: 600; }
@@ -144,7 +145,7 @@ def _cells(comparison: Comparison, variant: Variant, per_hour: float | None) -> 
         _number(variant.first_seconds, ".2f"),
         _number(memory, ".0f"),
     ]
-    return cells if per_hour is None else [*cells, f"{variant.cost_of_1000(per_hour):.3g}"]
+    return cells if per_hour is None else [*cells, f"{variant.cost_of_1000(per_hour):#.3g}"]
 
 
 def _number(value: float | None, form: str) -> str:
