@@ -57,8 +57,8 @@ def facts(comparison: Comparison) -> list[str]:
     settings = dict.fromkeys(map(_settings, comparison.requests))
     return [
         ", ".join(filter(None, versions)),
-        f"{len(comparison.requests)} requests: {'; '.join(settings)}. Seconds are medians of {release.runs} runs of "
-        "the first request, one after the other.",
+        f"{len(comparison.requests)} requests: {'; '.join(settings)}. Seconds are the median of the first request "
+        f"(runs: {release.runs}), one image after the other.",
         *comparison.notes,
     ]
 

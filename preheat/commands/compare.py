@@ -71,7 +71,8 @@ def compare(
     steps: Annotated[int, typer.Option(min=1, max=MAX_STEPS, help="Denoising steps of requests that state none.")] = 20,
     runs: Annotated[int, typer.Option(min=1, help="Number of counted runs of the first request.")] = 3,
     per_hour: Annotated[
-        float | None, typer.Option(min=0, help="Price of this machine per hour: adds the cost of 1,000 images.")
+        float | None,
+        typer.Option(min=0, max=1e6, help="Price of this machine per hour, for the cost of 1,000 images."),
     ] = None,
     out: Annotated[
         Path | None,
@@ -112,6 +113,11 @@ def compare(
         comparison = compare_variants(
             opened.url, manifest, listed, reference, compiled=compiled, runs=runs, notes=[note], report=report
         )
+    console.print(compare_report.describe(comparison, per_hour))
+    for variant, reason in comparison.unavailable.items():
+        say(f"Not measured: {plain(variant)}. {plain(reason)}")
+    for line in compare_report.facts(comparison):
+        say(plain(line))
     make_folder(folder)
     contents = (
         compare_report.to_html(comparison, per_hour).encode(),
@@ -120,11 +126,6 @@ def compare(
     )
     for file, content in zip(FILES, contents, strict=True):
         write_file(folder / file, content)
-    console.print(compare_report.describe(comparison, per_hour))
-    for variant, reason in comparison.unavailable.items():
-        say(f"Not measured: {plain(variant)}. {plain(reason)}")
-    for line in compare_report.facts(comparison):
-        say(plain(line))
     say(f"[bold]{plain(folder.resolve())}[/]  {', '.join(FILES)}")
 
 

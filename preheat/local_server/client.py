@@ -91,7 +91,7 @@ def _send(
 def _unreachable(endpoint: Endpoint, cause: str) -> CallFailed:
     return CallFailed(
         f"{endpoint.url} cannot be reached: {cause}.",
-        remedy="Start a server with `preheat serve`, or name a running one with --url."
+        remedy="Start a server with `preheat serve`, or give the URL of a running one."
         if endpoint.is_local
         else "Check the URL, and that this machine can reach that host.",
     )
