@@ -46,9 +46,12 @@ def write_requests(folder: Path, content: Any) -> str:
 
 @pytest.fixture(scope="module")
 def compared(toy_store: WritableStore, toy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder that the command wrote, and its output."""
-    out = tmp_path_factory.mktemp("compared") / "report"
-    result = run(toy_folder, toy_store, out, "--per-hour", "7.2")
+    """The folder that the command wrote, and its output. One request has a negative prompt."""
+    folder = tmp_path_factory.mktemp("compared")
+    out = folder / "report"
+    entries = [{"prompt": prompt} for prompt in PROMPTS]
+    entries[1]["negative_prompt"] = "a red square, noise, a photograph"
+    result = run(toy_folder, toy_store, out, "--per-hour", "7.2", write_requests(folder, entries))
     assert result.exit_code == 0, result.output
     return out, result.output
 
