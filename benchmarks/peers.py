@@ -4,8 +4,10 @@ Each peer runs in its own process, so that it shares no state of PyTorch with th
 clear caches of the whole process, and use the memory pools of other captured graphs.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from importlib.metadata import version
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -15,6 +17,7 @@ import numpy as np
 import torch
 
 from benchmarks.measure import Work, encode_all, measure, precision_of, release_work, timed_row
+from benchmarks.memory import MemoryGrowth
 from benchmarks.rows import Row
 from engine_builder.building.compare_schedulers import diffusers_scheduler
 from engine_builder.checkpoints.find import find_checkpoints
@@ -29,6 +32,8 @@ from model.pipeline.params import GenerationParams
 from model.request_fields import GenerationRequest
 
 PEERS = ("eager", "compiled")  # see `diffusers_pipeline`
+_PLAIN = {"prompt_syntax": "plain", "clip_skip": 0, "guidance_rescale": 0.0}
+"""Fields with one value that a peer serves. A release may have another default."""
 
 
 class PeerFailed(PreheatError):
@@ -47,10 +52,11 @@ def bench_against_diffusers(
     params, precision = resolve(request, loaded.served), precision_of(loaded)
     folder = find_peer(model, params)
     try:
-        with peer_works(folder, precision, kinds, params) as peers:
-            measured = measure([release_work(loaded, params), *peers], warm_ups, runs)
+        with start_peers(folder, precision, kinds) as peers:
+            works = [release_work(loaded, params), *(peer.work(params) for peer in peers)]
+            measured = measure(works, warm_ups, runs)
     except torch.OutOfMemoryError as error:
-        raise _out_of_memory() from error
+        raise out_of_memory() from error
     names = [loaded.release, *(f"diffusers {kind}" for kind in kinds)]
     rows = [timed_row(name, params, precision, *result) for name, result in zip(names, measured, strict=True)]
     return [rows[0], *(row.model_copy(update={"diffusers": version("diffusers")}) for row in rows[1:])]
@@ -62,8 +68,17 @@ def find_peer(model: str, params: GenerationParams) -> Checkpoint:
     Raises CheckpointError, and RequestRefused for a request for which diffusers would generate different images.
     """
     folder, _ = find_checkpoints(model, None)
+    check_peer(folder, params)
+    return folder
+
+
+def check_peer(folder: Checkpoint, params: GenerationParams) -> None:
+    """Raise RequestRefused for a request for which diffusers would generate different images, and CheckpointError."""
     if params.use_refiner:
         raise RequestRefused("use_refiner", "a peer has no refiner: omit --refiner or --peer.")
+    for field, plain in _PLAIN.items():
+        if (value := getattr(params, field)) != plain:
+            raise RequestRefused(field, f"the request or the release has {value}, and a peer serves {plain} only.")
     if params.guidance_scale > 1 and (params.guidance_start, params.guidance_end) != (0, 1):
         raise RequestRefused(
             "guidance_end",
@@ -79,7 +94,6 @@ def find_peer(model: str, params: GenerationParams) -> Checkpoint:
             f"this release uses {params.scheduler} and {folder.root} uses {peer_sampler}: name a folder whose "
             "scheduler/scheduler_config.json has the release's.",
         )
-    return folder
 
 
 def diffusers_pipeline(folder: Checkpoint, precision: str, compiled: bool) -> Any:
@@ -89,14 +103,7 @@ def diffusers_pipeline(folder: Checkpoint, precision: str, compiled: bool) -> An
     would convert an fp16 SDXL decoder with `force_upcast` to fp32 and back for each image. CUDA graphs would be
     captured again each time. So a compiled decoder stays in fp32. The scheduler is that of the release.
     """
-    import diffusers
-    from diffusers.utils import logging
-    from transformers.utils import logging as transformers_logging
-
-    for noisy in (logging, transformers_logging):
-        noisy.disable_progress_bar()
-    is_sdxl = folder.family == "sdxl"
-    kind: Any = diffusers.StableDiffusionXLPipeline if is_sdxl else diffusers.StableDiffusionPipeline
+    kind, is_sdxl = _pipeline_class(folder), folder.family == "sdxl"
     device = "cuda" if torch.cuda.is_available() else "cpu"
     options = {"variant": variant_of(folder, "unet"), "use_safetensors": True}
     options |= {"add_watermarker": False} if is_sdxl else {"safety_checker": None, "requires_safety_checker": False}
@@ -118,10 +125,23 @@ def diffusers_pipeline(folder: Checkpoint, precision: str, compiled: bool) -> An
     return pipeline
 
 
+def _pipeline_class(folder: Checkpoint) -> Any:
+    """Import diffusers, and return its pipeline for the family of a model."""
+    import diffusers
+    from diffusers.utils import logging
+    from transformers.utils import logging as transformers_logging
+
+    for noisy in (logging, transformers_logging):
+        noisy.disable_progress_bar()
+        noisy.set_verbosity_error()
+    return diffusers.StableDiffusionXLPipeline if folder.family == "sdxl" else diffusers.StableDiffusionPipeline
+
+
 def generate_by_diffusers(pipeline: Any, params: GenerationParams) -> list[Pixels]:
-    """Return the images of this request."""
+    """Return the images of this request, after encoding them as for a response."""
     images = pipeline(
         prompt=params.prompt,
+        negative_prompt=params.negative_prompt,
         width=params.width,
         height=params.height,
         num_inference_steps=params.num_inference_steps,
@@ -129,91 +149,115 @@ def generate_by_diffusers(pipeline: Any, params: GenerationParams) -> list[Pixel
         num_images_per_prompt=params.num_images,
         generator=torch.Generator().manual_seed(params.seed),
     ).images
-    return [np.asarray(image.convert("RGB")) for image in images]
+    pixels = [np.asarray(image.convert("RGB")) for image in images]
+    encode_all(pixels, params)
+    return pixels
 
 
-def diffusers_work(pipeline: Any, params: GenerationParams) -> Work:
-    """Return a function that generates this request with diffusers' pipeline."""
+@dataclass(frozen=True)
+class Peer:
+    """diffusers' pipeline in a process of its own. `load_seconds`: without imports."""
 
-    def work() -> dict[str, float]:
-        encode_all(generate_by_diffusers(pipeline, params), params)
-        return {}
+    kind: str
+    connection: Connection
+    load_seconds: float
 
-    return work
+    def generate(self, params: GenerationParams) -> tuple[list[Pixels], int | None]:
+        """Return the images of a request, and the peak memory of the process so far. Raises PeerFailed.
+
+        The memory is that of `benchmarks.memory`, with the libraries that diffusers imports.
+        """
+        images, memory = self._ask(params, returns_images=True)
+        return images, memory
+
+    def work(self, params: GenerationParams) -> Work:
+        """Return a function that generates this request in the process, which keeps the images."""
+
+        def work() -> dict[str, float]:
+            self._ask(params, returns_images=False)
+            return {}
+
+        return work
+
+    def _ask(self, params: GenerationParams, returns_images: bool) -> Any:
+        with suppress(ConnectionError):  # `_receive` raises the error
+            self.connection.send((params, returns_images))
+        return _receive(self.connection, self.kind)
 
 
 @contextmanager
-def peer_works(
-    folder: Checkpoint, precision: str, kinds: Sequence[str], params: GenerationParams
-) -> Iterator[list[Work]]:
-    """Start a process for each of `kinds`. Yields functions that each generate the request in one of them.
-
-    The processes load concurrently. Raises PeerFailed.
-    """
+def start_peers(folder: Checkpoint, precision: str, kinds: Sequence[str]) -> Iterator[list[Peer]]:
+    """Start a process for each of `kinds`, and yield the peers in them. They load concurrently. Raises PeerFailed."""
     context = get_context("spawn")
     connections: list[Connection] = []
     with ExitStack() as stack:
         for kind in kinds:
             connection, peer_end = context.Pipe()
-            process = context.Process(target=_run_peer, args=(peer_end, folder, precision, kind == "compiled", params))
+            process = context.Process(target=_run_peer, args=(peer_end, folder, precision, kind == "compiled"))
             process.start()
             peer_end.close()
             stack.callback(end_process, process)
             connections.append(stack.enter_context(connection))
-        for connection, kind in zip(connections, kinds, strict=True):
-            _receive(connection, kind)
-        yield [_peer_work(connection, kind) for connection, kind in zip(connections, kinds, strict=True)]
+        yield [
+            Peer(kind, connection, load_seconds=_receive(connection, kind))
+            for connection, kind in zip(connections, kinds, strict=True)
+        ]
 
 
-def _peer_work(connection: Connection, kind: str) -> Work:
-    def work() -> dict[str, float]:
-        with suppress(ConnectionError):  # `_receive` raises the error
-            connection.send(None)
-        _receive(connection, kind)
-        return {}
-
-    return work
-
-
-def _receive(connection: Connection, kind: str) -> None:
+def _receive(connection: Connection, kind: str) -> Any:
+    """Return the answer of a peer's process. Raises the error that it sent, or PeerFailed."""
     try:
-        error: PreheatError | None = connection.recv()
+        answer = connection.recv()
     except (EOFError, ConnectionError) as ended:
         raise PeerFailed(
             f"The process of diffusers ({kind}) ended before it answered.", "If memory was short, measure fewer peers."
         ) from ended
-    if error is not None:
-        raise error
+    if isinstance(answer, PreheatError):
+        raise answer
+    return answer
 
 
-def _run_peer(
-    connection: Connection, folder: Checkpoint, precision: str, compiled: bool, params: GenerationParams
-) -> None:
-    """Load the peer, then generate the request for each received message. Sends None or an error after each."""
+def _run_peer(connection: Connection, folder: Checkpoint, precision: str, compiled: bool) -> None:
+    """Load the peer and send the seconds. Then send images and memory, or None, for each received request.
+
+    An error is sent in place of an answer.
+    """
     end_with_parent()
-    works: list[Work] = []
+    memory = MemoryGrowth()
+    pipelines: list[Any] = []
+
+    def load() -> float:
+        _pipeline_class(folder)
+        began = time.perf_counter()
+        pipelines.append(diffusers_pipeline(folder, precision, compiled))
+        return time.perf_counter() - began
+
+    def generate(params: GenerationParams, returns_images: bool) -> tuple[list[Pixels], int | None] | None:
+        images = generate_by_diffusers(pipelines[0], params)
+        return (images, memory.peak_bytes()) if returns_images else None
+
     with suppress(EOFError, ConnectionError):
-        connection.send(
-            _error_of(lambda: works.append(diffusers_work(diffusers_pipeline(folder, precision, compiled), params)))
-        )
-        while works:
-            connection.recv()
-            connection.send(_error_of(works[0]))
+        connection.send(_answer(load))
+        while pipelines:
+            connection.send(_answer(generate, *connection.recv()))
 
 
-def _error_of(work: Callable[[], object]) -> PreheatError | None:
+def _answer(work: Callable[..., object], *arguments: Any) -> object:
+    """Return what `work` returns, or its error."""
     try:
-        work()
+        return work(*arguments)
     except PreheatError as error:
         return error
     except torch.OutOfMemoryError:
-        return _out_of_memory()
+        return out_of_memory()
     except Exception as error:
-        return PeerFailed(f"diffusers failed: {type(error).__name__}: {error}", "Measure without --peer.")
-    return None
+        return PeerFailed(
+            f"diffusers failed: {type(error).__name__}: {error}", "Measure without --peer, or --against a server."
+        )
 
 
-def _out_of_memory() -> PeerFailed:
+def out_of_memory() -> PeerFailed:
+    """Return the error for torch.OutOfMemoryError."""
     return PeerFailed(
         "This GPU's memory is too small for the release and its peers, which are loaded together.",
         "Measure without --compiled, or on a larger GPU.",

@@ -30,7 +30,7 @@ COMMANDS = {
         "check_config.check_config", "check_config.weights", "gateway.gateway", "plan_replicas.plan_replicas",
         "kubernetes.kubernetes", "triton.export_triton", "triton.triton_client",
     ),
-    "Measure": ("bench.bench", "load_server.load", "bench.report"),
+    "Measure": ("compare.compare", "bench.bench", "load_server.load", "bench.report"),
 }  # fmt: skip
 """Title -> "module.function" of each command, whose name is that of the function with hyphens."""
 RENAMED_OPTIONS = {

@@ -27,6 +27,7 @@ from engine_builder.building.compare_with_diffusers import COMPARISON_VERSION, C
 from engine_builder.building.preview_map import PREVIEW_VERSION, with_preview_map
 from engine_builder.building.real_inputs import record_real_inputs
 from engine_builder.building.weights import write_weights
+from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.checkpoints.release_settings import (
     read_model_facts,
     read_noise_schedules,
@@ -96,7 +97,7 @@ def build(
     plan.check_combinations()
     facts, defaults = read_model_facts(plan.base, plan.refiner), read_release_defaults(plan.base, plan.refiner)
     schedulers = read_noise_schedules(plan.base, plan.refiner)
-    source = fingerprint(plan)
+    source = fingerprint(plan.base, plan.refiner)
     builder = _builder_entries(plan, source)  # raises if a library is not installed
     draft = _current_draft(plan, store, source)
     if draft is not None:
@@ -157,23 +158,23 @@ def build(
     return BuildResult(built, tuple(engines.compiled), tuple(engines.reused), comparison)
 
 
-def fingerprint(plan: BuildPlan) -> str:
+def fingerprint(base: Checkpoint, refiner: Checkpoint | None) -> str:
     """Return the SHA-256 of the names and bytes of the model's files, and of its ControlNets' and IP-Adapters' names.
 
     Other files, such as READMEs, do not count.
     """
     digest = hashlib.sha256()
-    roots = [plan.base.root] + ([plan.refiner.root] if plan.refiner else [])
-    roots += [plan.base.vae] if plan.base.vae else []
-    roots += [folder for _, folder in plan.base.controlnets]
-    roots += [path for files in plan.base.ip_adapters for path in (files.path, files.encoder)]
-    roots += [plan.base.safety_checker] if plan.base.safety_checker else []
-    names = [name for name, _ in plan.base.controlnets] + [files.name for files in plan.base.ip_adapters]
+    roots = [base.root] + ([refiner.root] if refiner else [])
+    roots += [base.vae] if base.vae else []
+    roots += [folder for _, folder in base.controlnets]
+    roots += [path for files in base.ip_adapters for path in (files.path, files.encoder)]
+    roots += [base.safety_checker] if base.safety_checker else []
+    names = [name for name, _ in base.controlnets] + [files.name for files in base.ip_adapters]
     if names:  # else the digest of a plain model would not be what it was before
         digest.update(f"{json.dumps(names)}\n".encode())
     for index, root in enumerate(roots):
         for path in sorted(_files(root)) if root.is_dir() else [root]:
-            refiner_file = index == 0 and plan.refiner and path.is_relative_to(plan.refiner.root)
+            refiner_file = index == 0 and refiner and path.is_relative_to(refiner.root)
             if path.is_file() and path.suffix in _SOURCE_SUFFIXES and not refiner_file:
                 with path.open("rb") as file:
                     content = hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,5 +1,6 @@
 """The arguments of commands that build a model, parsed into a plan. Errors name the option."""
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -169,7 +170,7 @@ def parse_plan(
 
 def default_name(model: str) -> str:
     """Return the name in the store of a model folder, a single file or a Hub id."""
-    name = Path(model).resolve().name if Path(model).is_dir() else model.rpartition("/")[2]
+    name = Path(model).resolve().name if os.path.isdir(model) else model.rpartition("/")[2]
     if not name.endswith(".safetensors"):
         return name
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name.removesuffix(".safetensors")).strip("-._")[:128] or "model"

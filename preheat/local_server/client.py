@@ -91,7 +91,7 @@ def _send(
 def _unreachable(endpoint: Endpoint, cause: str) -> CallFailed:
     return CallFailed(
         f"{endpoint.url} cannot be reached: {cause}.",
-        remedy="Start a server with `preheat serve`, or name a running one with --url."
+        remedy="Start a server with `preheat serve`, or give the URL of a running one."
         if endpoint.is_local
         else "Check the URL, and that this machine can reach that host.",
     )
@@ -194,7 +194,7 @@ def save_images(response: dict[str, Any], out: Path) -> list[Path]:
     A suffix that does not match the image is replaced: out.png becomes out.jpg for a JPEG. Writes nothing unless all
     images are valid and all paths can be written. Raises CallFailed and NotWritable.
     """
-    images = _decode_images(response)
+    images = decode_images(response)
     paths = _paths(out, [_suffix_of(image) for image in images])
     for path in (out, *paths):
         check_writable(path)
@@ -203,7 +203,8 @@ def save_images(response: dict[str, Any], out: Path) -> list[Path]:
     return paths
 
 
-def _decode_images(response: dict[str, Any]) -> list[bytes]:
+def decode_images(response: dict[str, Any]) -> list[bytes]:
+    """Return the files of the response's images. Raises CallFailed."""
     entries = response.get("images") or [{"data": response.get("data")}]
     if not isinstance(entries, list):
         raise CallFailed(f"The server returned no image: {_error_text(response)}")

@@ -80,20 +80,20 @@ def test_peer_generates_and_encodes_the_requested_images(toy_folder: Path, monke
     for guidance, batch in ((1.0, 2), (7.5, 4)):
         steps.clear()
         params = replace(PLAIN, width=128, height=64, num_inference_steps=3, num_images=2, guidance_scale=guidance)
-        peers.diffusers_work(pipeline, params)()
+        peers.generate_by_diffusers(pipeline, params)
         assert steps == [batch] * 3
     assert encoded == [(64, 128, 3)] * 4
 
 
 def test_reports_a_peer_that_fails_or_is_killed(toy_folder: Path) -> None:
     params = replace(PLAIN, width=100, height=64)
-    with peers.peer_works(Checkpoint(toy_folder), "float32", ("eager",), params) as [work]:
+    with peers.start_peers(Checkpoint(toy_folder), "float32", ("eager",)) as [peer]:
         with pytest.raises(peers.PeerFailed, match=r"diffusers failed: ValueError: .*divisible by 8.*without --peer"):
-            work()
+            peer.generate(params)
         [process] = active_children()
         process.kill()
         with pytest.raises(peers.PeerFailed, match="ended before it answered"):
-            work()
+            peer.work(params)()
     assert not active_children()
 
 
@@ -106,6 +106,7 @@ def test_refuses_a_peer_that_generates_other_images(toy_store: Store, toy_folder
         ({"guidance_start": 0.4}, "guidance_end"),
         ({"forecast": "fast"}, "forecast"),
         ({"scheduler": "LCM"}, "scheduler"),
+        ({"clip_skip": 1}, "clip_skip"),
     ):
         with pytest.raises(RequestRefused) as refused:
             peers.find_peer(str(toy_folder), replace(params, **changes))  # type: ignore[arg-type]

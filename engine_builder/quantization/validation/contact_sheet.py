@@ -17,7 +17,6 @@ MAX_PAIRS = 32
 AMPLIFICATION = 8  # of the absolute difference
 SIDE = 192  # pixels, of a thumbnail's longer side
 _COLUMNS, _MARGIN, _GAP, _FONT_SIZE = 2, 8, 4, 12  # pixels, except the columns
-_PAIR_WIDTH = 3 * SIDE + 2 * _GAP
 _TEXT_HEIGHT = 2 * (_FONT_SIZE + 4)
 
 
@@ -38,6 +37,14 @@ class PicturePair:
         return cls(number, _thumbnail(reference), _thumbnail(quantized), _thumbnail(amplified))
 
 
+@dataclass(frozen=True)
+class Cell:
+    """Thumbnails next to each other, uint8 [height, width, 3] with sides of at most `SIDE`, above two lines of text."""
+
+    pictures: Sequence[Pixels]
+    lines: tuple[str, str]
+
+
 def contact_sheet(report: ValidationReport, pairs: Sequence[PicturePair]) -> bytes:
     """Return a PNG of at most 32 pairs in the order of the report, the worst first.
 
@@ -45,24 +52,33 @@ def contact_sheet(report: ValidationReport, pairs: Sequence[PicturePair]) -> byt
     the report's prompts, in any order.
     """
     by_number = {pair.number: pair for pair in pairs}
-    shown = [prompt for prompt in report.prompts if prompt.number in by_number][:MAX_PAIRS]
-    cell_width, cell_height = _PAIR_WIDTH + _MARGIN, SIDE + _TEXT_HEIGHT + _MARGIN
-    columns = min(_COLUMNS, max(1, len(shown)))
-    rows = max(1, -(-len(shown) // columns))
-    sheet = Image.new("RGB", (columns * cell_width + _MARGIN, rows * cell_height + _MARGIN), "lightgray")
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(_FONT_SIZE)
-    for index, prompt in enumerate(shown):
-        left = _MARGIN + index % columns * cell_width
-        top = _MARGIN + index // columns * cell_height
+    cells = []
+    for prompt in [prompt for prompt in report.prompts if prompt.number in by_number][:MAX_PAIRS]:
         pair = by_number[prompt.number]
-        for position, pixels in enumerate((pair.reference, pair.quantized, pair.difference)):
-            sheet.paste(Image.fromarray(pixels), (left + position * (SIDE + _GAP), top))
         numbers = (
             f"latents {prompt.latents_decibels:.1f} dB, PSNR {prompt.psnr_decibels:.1f} dB, "
             f"1 - MS-SSIM {prompt.perceptual_distance:.4f}, seed {prompt.seed}"
         )
-        for line, text in enumerate((_fit(prompt.prompt, font, _PAIR_WIDTH), numbers)):
-            draw.text((left, top + SIDE + line * (_FONT_SIZE + 4)), text, fill="black", font=font)
+        cells.append(Cell((pair.reference, pair.quantized, pair.difference), (prompt.prompt, numbers)))
+    return draw_cells(cells, _COLUMNS)
+
+
+def draw_cells(cells: Sequence[Cell], columns: int) -> bytes:
+    """Return a PNG of the cells, row by row. All have the same number of pictures."""
+    count = len(cells[0].pictures) if cells else 1
+    width = count * SIDE + (count - 1) * _GAP
+    cell_width, cell_height = width + _MARGIN, SIDE + _TEXT_HEIGHT + _MARGIN
+    columns = min(columns, max(1, len(cells)))
+    rows = max(1, -(-len(cells) // columns))
+    sheet = Image.new("RGB", (columns * cell_width + _MARGIN, rows * cell_height + _MARGIN), "lightgray")
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(_FONT_SIZE)
+    for index, cell in enumerate(cells):
+        left = _MARGIN + index % columns * cell_width
+        top = _MARGIN + index // columns * cell_height
+        for position, pixels in enumerate(cell.pictures):
+            sheet.paste(Image.fromarray(pixels), (left + position * (SIDE + _GAP), top))
+        for line, text in enumerate(cell.lines):
+            draw.text((left, top + SIDE + line * (_FONT_SIZE + 4)), _fit(text, font, width), fill="black", font=font)
     file = io.BytesIO()
     sheet.save(file, "PNG", optimize=True)
     return file.getvalue()

@@ -127,16 +127,16 @@ class ValidationReport(_Entry):
         """The prompts in a few numbers. It is part of the JSON, and computed again when a report is read."""
         calls = [decibels for prompt in self.prompts for unet in prompt.unet_decibels.values() for decibels in unet]
         return Summary(
-            unet_decibels=_spread(calls, min) if calls else None,
-            latents_decibels=_spread([prompt.latents_decibels for prompt in self.prompts], min),
-            psnr_decibels=_spread([prompt.psnr_decibels for prompt in self.prompts], min),
-            perceptual_distance=_spread([prompt.perceptual_distance for prompt in self.prompts], max),
+            unet_decibels=spread(calls, min) if calls else None,
+            latents_decibels=spread([prompt.latents_decibels for prompt in self.prompts], min),
+            psnr_decibels=spread([prompt.psnr_decibels for prompt in self.prompts], min),
+            perceptual_distance=spread([prompt.perceptual_distance for prompt in self.prompts], max),
             reference_true=_percentage([prompt.reference_true for prompt in self.prompts]),
             quantized_true=_percentage([prompt.quantized_true for prompt in self.prompts]),
         )
 
 
-def _spread(values: Sequence[float], worst: Callable[[Sequence[float]], float]) -> Spread:
+def spread(values: Sequence[float], worst: Callable[[Sequence[float]], float]) -> Spread:
     """Return the spread of values, of which `worst` selects the worst: `min` or `max`.
 
     The median of an even number of values is the worse one of the middle two. Their mean may be NaN.
@@ -163,13 +163,13 @@ def describe(report: ValidationReport) -> Table:
     table.add_column("measure", overflow="fold")
     table.add_column("median", justify="right", no_wrap=True)
     table.add_column("worst", justify="right", no_wrap=True)
-    for label, spread in (
+    for label, found in (
         ("UNet calls, SQNR", summary.unet_decibels),
         ("final latents, SQNR", summary.latents_decibels),
         ("pictures, PSNR", summary.psnr_decibels),
     ):
-        if spread is not None:
-            table.add_row(label, f"{spread.median:.1f} dB", f"{spread.worst:.1f} dB")
+        if found is not None:
+            table.add_row(label, f"{found.median:.1f} dB", f"{found.worst:.1f} dB")
     distance = summary.perceptual_distance
     table.add_row("pictures, 1 - MS-SSIM", f"{distance.median:.4f}", f"{distance.worst:.4f}")
     if summary.true_loss_points is not None:

@@ -36,14 +36,14 @@ def odd_values(files: OddFiles) -> dict[str, Values]:
             ("--out", "--plot", "--previews", "--cache-dir", "--policy", "--thresholds", "--prompts"), paths
         ),
         **dict.fromkeys(("--key-file", "--history", "--image-encoder"), paths),
-        **dict.fromkeys(("--image", "--mask", "--load", "load --out"), inputs),
+        **dict.fromkeys(("--image", "--mask", "--load", "load --out", "--requests"), inputs),
     }
     return files_of | {
         **dict.fromkeys(("--store", "--from", "--s3"), stores),
         **dict.fromkeys(("--model", "--refiner", "--vae", "--peer", "--safety-checker"), models),
         "triton-client --triton-model": ["generate_20_pipeline", *TEXTS],
         **dict.fromkeys(("--size", "--bucket", "--original-size", "--target-size"), SIZES),
-        **dict.fromkeys(("--url", "--backend", "--address"), [*URLS, *TEXTS]),
+        **dict.fromkeys(("--url", "--backend", "--address", "compare --against"), [*URLS, *TEXTS]),
         **dict.fromkeys(("--release", "--validation"), NAMES),
         "--config": [*paths, *files.configs],
         "--sign": [*paths, *files.keys],
@@ -72,7 +72,7 @@ def odd_arguments(files: OddFiles) -> dict[str, tuple[Values, ...]]:
                "wave:1:0.5", "spike:1:2:3", "spike:1:1e9:1e9", "constant:0", "constant:0.1", "constant:[/]",
                *files.traffic, *paths]  # fmt: skip
     return {
-        **dict.fromkeys(("build", "calibrate", "check-fp8", "export-onnx"), (models,)),
+        **dict.fromkeys(("build", "calibrate", "check-fp8", "compare", "export-onnx"), (models,)),
         **dict.fromkeys(("load", "publish", "verify", "copy", "export-triton", "bench latency"), (NAMES,)),
         **dict.fromkeys(("serve", "bench cold-start"), (unknown,)),
         **dict.fromkeys(("help", "triton-client", "generate"), (TEXTS,)),
@@ -100,7 +100,7 @@ DEFAULTS: dict[str, dict[str, str]] = {
 }
 """Options that every case of a command has; an odd value replaces a default."""
 OF_THE_GOOD_STORE = ("load", "publish", "verify", "add-lora", "add-embedding", "copy", "gc", "export-triton", "serve")
-OF_THE_GOOD_STORE += ("remove-lora", "bench latency", "bench cold-start", "bench multi-gpu")
+OF_THE_GOOD_STORE += ("compare", "remove-lora", "bench latency", "bench cold-start", "bench multi-gpu")
 # Options that would take long, that end a command at once, or that would start it with valid values.
 SKIPPED = {"--help", "--grpc", "playground --store"}
 
