@@ -1,4 +1,4 @@
-"""The promises of the README, of docs/trust.md and of docs/requests.md, and the tests that fail when one is broken.
+"""The promises of docs/features.md, docs/trust.md and docs/requests.md, and the tests that fail when one is broken.
 
 `tests/test_promises.py` compares the promises with these pages, and looks for the tests.
 """

@@ -1,4 +1,4 @@
-"""Each promise of the README, of docs/trust.md and of docs/requests.md has tests, and these exist."""
+"""Each promise of docs/features.md, of docs/trust.md and of docs/requests.md has tests, and these exist."""
 
 import ast
 import re
@@ -19,8 +19,8 @@ def column(text: str, number: int) -> list[str]:
 
 
 def test_every_promise_has_tests() -> None:
-    assert column(section("README.md", "What it can do"), 1) == [*CAPABILITIES]
-    points = [line[2:] for line in section("README.md", "What is checked").splitlines() if line.startswith("- ")]
+    assert column(section("docs/features.md", "What it can do"), 1) == [*CAPABILITIES]
+    points = [line[2:] for line in section("docs/features.md", "What is checked").splitlines() if line.startswith("- ")]
     checked = column(section("docs/trust.md", "What is checked"), 2)
     for texts, promises in ((points, CHECKS), (checked, TRUST)):
         assert all(text.startswith(promise) for text, promise in zip(texts, promises, strict=True))
