@@ -6,7 +6,7 @@ us-east-1, as by a replica. Credentials of the store and the cache of its blobs 
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -116,6 +116,7 @@ def _check_selections(
         if selection is None:
             continue
         selections.append(selection)
+        check.warnings += _small_batches(selection, settings)
         served = check.attempt(partial(served_model, selection, deployment))
         adapters = check.attempt(partial(_check_adapters, check, settings, deployment, selection)) or []
         files |= dict.fromkeys(files_of(manifest, adapters, selection.blobs()))
@@ -309,6 +310,21 @@ def _select(manifest: Manifest, config: Any, torch: str, deployment: Deployment)
     }
     targets = list_runnable_targets(manifest, name, torch, versions, deployment.runtime)
     return select(manifest, targets, deployment, versions)
+
+
+def _small_batches(selection: Selection, settings: Settings) -> Iterator[str]:
+    """Yield a warning for each bucket of the config whose rows no engine of the UNet fills."""
+    for bucket in settings.buckets:
+        size = (bucket.height, bucket.width)
+        batches = [one.bucket.batch for one in selection.engines[UNET] if one.bucket.holds(one.bucket.batch.min, *size)]
+        largest = max((batch.max for batch in batches), default=bucket.rows)
+        if largest < bucket.rows:
+            label = f"{bucket.width}x{bucket.height}"
+            yield (
+                f"The config has {bucket.rows} rows at {label}, and the largest batch of {selection.manifest.name} is "
+                f"{largest}: {max(1, largest // 2)} guided images at once. Build it for more (`preheat build --size "
+                f"{label}@{bucket.rows}`)."
+            )
 
 
 def _describe_slots(selections: Sequence[Selection], config: Any, settings: Settings) -> list[str]:

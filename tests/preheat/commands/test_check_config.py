@@ -165,6 +165,17 @@ def test_accepts_gpu_releases(gpu_store: WritableStore, release: str, tmp_path: 
         assert ("warning The config has no public_key" in output) == ("public_key" not in changes), name
 
 
+def test_warns_of_rows_that_no_engine_fills(gpu_store: WritableStore, release: str, tmp_path: Path) -> None:
+    outputs = []
+    for rows in (16, 32):
+        buckets = [{"height": 1024, "width": 1024, "rows": rows}]
+        code, output = check(edited(tmp_path, store=gpu_store.url, release=release, buckets=buckets))
+        assert code == 0, output
+        outputs.append(output)
+    message = f"The config has 32 rows at 1024x1024, and the largest batch of {release} is 16: 8 guided images at once."
+    assert message not in outputs[0] and message in outputs[1]
+
+
 def test_checks_several_releases(gpu_store: WritableStore, release: str, tmp_path: Path) -> None:
     own = open_writable_store(copy_store(gpu_store, tmp_path / "store"))
     manifest = own.read_release(release)
