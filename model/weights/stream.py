@@ -81,7 +81,7 @@ class CopyLane:
 
 
 class _StoppedEarly(Exception):
-    """The caller, or the failure of another blob, ends the stream."""
+    """The caller ends the stream. After the failure of another blob, blobs that have begun are finished."""
 
 
 class BlobReceiver:
@@ -224,7 +224,7 @@ def stream_weights(
                     blob = waiting.popleft()
                 except IndexError:
                     return
-                sink = BlobReceiver(blob, lane, None if into is None else into[blob.sha256], must_stop)
+                sink = BlobReceiver(blob, lane, None if into is None else into[blob.sha256], is_stopped)
                 store.stream(blob.sha256, blob.bytes, sink)
                 done[blob.sha256] = sink.tensors()
         except _StoppedEarly:

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.bounded_reading import MAX_DESCRIPTION_BYTES
 from tests.support.gateway import running_gateway
 from tests.support.scripted_gateway import (
     ACCEPTED,
@@ -157,7 +158,7 @@ DESCRIPTIONS: dict[str, Answer] = {
     "steps of text": lines(DESCRIPTION | {"defaults": {"num_inference_steps": "2"}}),
     "samplers of a number": lines(DESCRIPTION | {"samplers": 7}),
     "half a surrogate pair": Answer(200, b'{"release": "\\ud800", "defaults": {"num_inference_steps": 2}}'),
-    "large": lines(DESCRIPTION | {"loras": ["a" * 2_000_000]}),
+    "large": lines(DESCRIPTION | {"loras": ["a" * MAX_DESCRIPTION_BYTES]}),
     "compressed": Answer(200, gzip.compress(json.dumps(DESCRIPTION).encode()), {"Content-Encoding": "gzip"}),
     "redirect": Answer(302, b"", {"Location": "/"}),
 }

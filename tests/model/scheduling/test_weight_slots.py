@@ -272,7 +272,7 @@ def test_a_failed_warm_up_leaves_the_other_slots() -> None:
 
 def test_a_release_that_is_always_asked_for_leaves_after_its_turn() -> None:
     loader = Loader(2, room=0)
-    with serving(loader, turn_seconds=0.3) as scheduler:
+    with serving(loader, turn_seconds=2.0) as scheduler:
         stop = threading.Event()
         jobs: list[Job] = []
 
