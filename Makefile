@@ -55,7 +55,7 @@ playground: $(READY)
 
 # The tests of a file run in one process, so that they share its fixtures. The names of skipped tests are kept.
 test: $(READY)
-	$(PYTEST) --write-skipped $(SKIPPED)
+	$(PYTEST) --write-skipped=$(SKIPPED)
 
 # The tests that the last `make test` skipped, after their tools were installed.
 test-skipped: $(READY)
