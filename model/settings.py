@@ -4,13 +4,13 @@ Unknown names are refused: a misspelled `public_key` would switch off the check 
 """
 
 import os
-import re
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
 
 from model.errors import ConfigError
+from model.store.keys import is_adapter_name
 from model.store.manifest import Fp16Steps
 from model.store.options import StoreOptions, expand_cache_folder
 from model.store.signature import PublicKey, parse_public_keys
@@ -76,7 +76,7 @@ def _name_off(value: Any) -> Any:
 
 
 def _check_adapter(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9*?][A-Za-z0-9._*?-]{0,127}", name):
+    if not is_adapter_name(name.replace("*", "x").replace("?", "x")):
         raise refusal(
             f"got {format_value(name)}, expected the name of an adapter (letters, digits, '.', '_' and '-'), or a "
             "pattern with * and ?"

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from model import metrics
-from model.deployment import Deployment, fits_pattern
+from model.deployment import ServedAdapters, fits_pattern
 from model.errors import (
     AdapterError,
     AdapterNotFound,
@@ -32,6 +32,7 @@ from model.errors import (
 )
 from model.settings import Limits, Settings
 from model.store.adapter_record import AdapterRecord
+from model.store.keys import listed
 from model.store.signature import PublicKey, check_signature
 from model.store.store import Store, open_store
 from model.validation import format_value
@@ -42,7 +43,6 @@ LIST_SECONDS = 10.0
 MAX_EARLY_LISTS = 4
 FAILURE_SECONDS = 60.0  # after which a record that could not be used is read again, though it is the same
 KNOWN_WAIT_SECONDS = 1.0  # that a description, and a request for an adapter that was read before, wait for the list
-_MAX_NAMED = 20  # adapters in one message
 
 T = TypeVar("T")
 
@@ -76,7 +76,8 @@ class AdapterCatalog:
         self._marks: dict[str, str] = {}  # the store's list
         self._listed_at = -LIST_SECONDS  # by the clock: the last attempt
         self._list_problem = ""  # why the last attempt failed
-        self._early_lists, self._reads = _Budget(MAX_EARLY_LISTS, clock), _Budget(limits.lora_fetches_per_minute, clock)
+        self._max_reads = limits.lora_fetches_per_minute
+        self._early_lists, self._reads = _Budget(MAX_EARLY_LISTS, clock), _Budget(self._max_reads, clock)
         self._listing: asyncio.Task[None] | None = None
         self._fetching: dict[str, asyncio.Task[AdapterRecord]] = {}
         self._lister = ThreadPoolExecutor(1, thread_name_prefix="preheat-adapter-list")
@@ -124,7 +125,13 @@ class AdapterCatalog:
         if self._read_marks.get(name) == mark:
             return self._records[name]
         if name not in self._fetching:
-            self._reads.take()
+            if seconds := self._reads.seconds_until_room():
+                raise Overloaded(
+                    f"{self._max_reads} new adapters were read within a minute (limits.lora_fetches_per_minute). "
+                    f"Repeat the request in {seconds} s.",
+                    seconds,
+                )
+            self._reads.add()
             self._fetching[name] = _task(self._fetch(name, mark))
         return await asyncio.shield(self._fetching[name])
 
@@ -169,7 +176,7 @@ class AdapterCatalog:
         """Read the store's list if it is old, or lacks a name. If that fails, the earlier list stays."""
         if self._listing is None:
             if self._clock() - self._listed_at < LIST_SECONDS:
-                if name is None or name in self._marks or not self._early_lists.has_room():
+                if name is None or name in self._marks or self._early_lists.seconds_until_room():
                     return
                 self._early_lists.add()
             self._listing = _task(self._list())
@@ -195,8 +202,7 @@ class AdapterCatalog:
 
     def _refusal(self, name: str) -> RequestRefused:
         offered = self._offered()
-        more = f" and {len(offered) - _MAX_NAMED} more" if len(offered) > _MAX_NAMED else ""
-        expected = f"one of {', '.join(offered[:_MAX_NAMED])}{more}" if offered else "no adapter: the store has none"
+        expected = f"one of {listed(offered)}" if offered else "no adapter: the store has none"
         return RequestRefused("loras", f"{format_value(name)} is not offered now. Expected {expected}.")
 
 
@@ -214,11 +220,11 @@ class _Budget:
         self._limit, self._clock = limit, clock
         self._times: deque[float] = deque()
 
-    def has_room(self) -> bool:
-        """True if one more event would not exceed the limit."""
+    def seconds_until_room(self) -> int:
+        """Return 0 if one more event does not exceed the limit, else the seconds until it does not."""
         while self._times and self._clock() - self._times[0] >= 60:
             self._times.popleft()
-        return len(self._times) < self._limit
+        return 0 if len(self._times) < self._limit else max(1, round(60 - (self._clock() - self._times[0])))
 
     def add(self) -> None:
         """Count an event."""
@@ -229,21 +235,10 @@ class _Budget:
         if self._times:
             self._times.pop()
 
-    def take(self) -> None:
-        """Count an event, or raise Overloaded."""
-        if not self.has_room():
-            seconds = max(1, round(60 - (self._clock() - self._times[0])))
-            raise Overloaded(
-                f"{self._limit} new adapters were read within a minute (limits.lora_fetches_per_minute). Repeat the "
-                f"request in {seconds} s.",
-                seconds,
-            )
-        self.add()
-
 
 def open_catalog(settings: Settings, secrets: Mapping[str, str]) -> AdapterCatalog | None:
     """Return the catalog of a deployment, or None if its adapters have no patterns. Sends no request."""
-    if not (patterns := Deployment.of(settings).adapters.patterns):
+    if not (patterns := ServedAdapters(tuple(settings.loras)).patterns):
         return None
     store = open_store(settings.required("store"), settings.store_options(secrets))
     return AdapterCatalog(store, patterns, settings.public_key, settings.limits)

@@ -197,8 +197,7 @@ class Scheduler:
     @property
     def adapters_on_device(self) -> frozenset[str]:
         """The adapters whose factors are on the device. Any thread may read it."""
-        libraries = [runner.model.adapters for runner in self.runners]
-        return frozenset(name for library in libraries if library is not None for name in library.on_device)
+        return self._turns.adapters_on_device
 
     @property
     def placed(self) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from model.scheduling.weight_slots import WeightSlots
 
 
 class WeightTurns:
-    """Used on the scheduler's thread, but for `placed`."""
+    """Used on the scheduler's thread, but for `placed` and `adapters_on_device`."""
 
     def __init__(
         self, runners: Sequence[Runner], slots: WeightSlots | None, adapter_seconds: float, wake: Callable[[], None]
@@ -34,6 +34,11 @@ class WeightTurns:
     def placed(self) -> tuple[int, ...]:
         """The indices of the releases whose weights are on the device or will be. Any thread may read it."""
         return tuple(range(len(self._runners))) if self._slots is None else self._slots.placed
+
+    @property
+    def adapters_on_device(self) -> frozenset[str]:
+        """The adapters whose factors are on the device. Any thread may read it."""
+        return frozenset(name for library in self._libraries for name in library.on_device)
 
     @property
     def is_loading(self) -> bool:

@@ -4,6 +4,7 @@ Names are untrusted: a name that could leave the store is refused before it beco
 """
 
 import re
+from collections.abc import Sequence
 
 from model.errors import AdapterNotFound, CorruptBlob, ManifestError, ReleaseNotFound
 from model.store.manifest_json import split_name
@@ -60,9 +61,8 @@ def release_not_found(name: str, url: str, names: list[str] | None) -> ReleaseNo
         return ReleaseNotFound(f"Release {name} was not found in {url}.", f"Check the name, or run {publish}.")
     if not names:
         return ReleaseNotFound(f"Release {name} was not found in {url}, which has no release.", f"Run {publish}.")
-    unlisted = f" and {len(names) - _MAX_LISTED} more" if names[_MAX_LISTED:] else ""
     return ReleaseNotFound(
-        f"Release {name} was not found in {url}. Available: {', '.join(names[:_MAX_LISTED])}{unlisted}.",
+        f"Release {name} was not found in {url}. Available: {listed(names)}.",
         f"Name one of them, or run {publish}.",
     )
 
@@ -71,10 +71,15 @@ def adapter_not_found(name: str, url: str, names: list[str] | None) -> AdapterNo
     """Return the error for a missing adapter. It lists the available `names`, unless they cannot be listed (None)."""
     available = ""
     if names is not None:
-        unlisted = f" and {len(names) - _MAX_LISTED} more" if names[_MAX_LISTED:] else ""
-        available = f" Available: {', '.join(names[:_MAX_LISTED])}{unlisted}." if names else " It has no adapter."
+        available = f" Available: {listed(names)}." if names else " It has no adapter."
     add = f"`preheat add-lora {name} FILE --store {url}`"
     return AdapterNotFound(f"Adapter {name} was not found in {url}.{available}", f"Name another one, or run {add}.")
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first names of a list for a message, and the number of the others."""
+    unlisted = f" and {len(names) - _MAX_LISTED} more" if names[_MAX_LISTED:] else ""
+    return f"{', '.join(names[:_MAX_LISTED])}{unlisted}"
 
 
 def blob_missing(digest: str, url: str) -> CorruptBlob:

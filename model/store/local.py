@@ -161,11 +161,12 @@ class LocalStore:
         marks: dict[str, str] = {}
         with self._reading("The list of adapters"):
             for name in sorted(filter(is_adapter_name, list_json(self.root / ADAPTERS))):
-                try:
-                    status = (self.root / adapter_key(name)).stat()
-                except FileNotFoundError:  # it was removed meanwhile, or is a link to a missing file
-                    status = (self.root / adapter_key(name)).lstat()
-                marks[name] = f"{status.st_ino} {status.st_size} {status.st_mtime_ns}"
+                path = self.root / adapter_key(name)
+                with suppress(FileNotFoundError):  # it was removed meanwhile
+                    status = path.lstat()
+                    with suppress(FileNotFoundError):  # it is a link to a missing file
+                        status = path.stat()
+                    marks[name] = f"{status.st_ino} {status.st_size} {status.st_mtime_ns}"
         return marks
 
     @contextmanager

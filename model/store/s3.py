@@ -101,7 +101,7 @@ class S3Store:
         """Fetch blobs into the cache in parallel. Raises the error of the first blob that fails."""
 
         def get(blob: Blob) -> None:
-            self._get(blob.sha256, blob.bytes, StoppableSink(_CHUNK_BYTES, is_stopped))
+            self._get(blob.sha256, blob.bytes, StoppableSink(DiscardSink(_CHUNK_BYTES), is_stopped))
 
         with ThreadPoolExecutor(_CONCURRENT_BLOBS, thread_name_prefix="preheat-fetch") as pool:
             for _ in pool.map(get, blobs):

@@ -45,14 +45,21 @@ class DiscardSink:
         pass
 
 
-class StoppableSink(DiscardSink):
-    """A `DiscardSink` that raises Unavailable after `is_stopped` is true."""
+class StoppableSink:
+    """Passes the bytes on to another sink, and raises Unavailable once `is_stopped` is true."""
 
-    def __init__(self, chunk_bytes: int, is_stopped: Callable[[], bool]) -> None:
-        super().__init__(chunk_bytes)
-        self._is_stopped = is_stopped
+    def __init__(self, sink: Sink, is_stopped: Callable[[], bool]) -> None:
+        self._sink, self._is_stopped = sink, is_stopped
 
     def buffer(self, at: int) -> memoryview:
         if self._is_stopped():
-            raise Unavailable("The fetch was stopped, because this server ends.")
-        return super().buffer(at)
+            raise load_stopped()
+        return self._sink.buffer(at)
+
+    def filled(self, at: int, data: memoryview) -> None:
+        self._sink.filled(at, data)
+
+
+def load_stopped() -> Unavailable:
+    """Return the error of a load or a fetch that the end of the server stops."""
+    return Unavailable("The load was stopped, because this server ends.")

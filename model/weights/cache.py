@@ -41,14 +41,14 @@ class WeightsCache:
         self._streaming: Future[dict[str, Tensors]] | None = None
         self._loaded: dict[tuple[str, ...], Tensors] = {}
         self._is_stopped = is_stopped
-        self._failed = threading.Event()
+        self._stopped = threading.Event()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and self._streaming is not None:
-            self._failed.set()
+            self._stopped.set()
             wait([self._streaming])
             self._streaming = None
 
@@ -58,14 +58,13 @@ class WeightsCache:
 
         def stream() -> dict[str, Tensors]:
             with cold_start.phase("stream"):
-                return stream_weights(self._store, blobs, self._device, is_stopped=self._must_stop)
+                return stream_weights(
+                    self._store, blobs, self._device, stopped=self._stopped, is_stopped=self._is_stopped
+                )
 
         pool = ThreadPoolExecutor(1, thread_name_prefix="preheat-stream")
         self._streaming = pool.submit(stream)
         pool.shutdown(wait=False)
-
-    def _must_stop(self) -> bool:
-        return self._failed.is_set() or self._is_stopped()
 
     def load(self, record: WeightsRecord) -> Tensors:
         """Return the tensors of a component by name. Raises CorruptBlob or StoreError."""

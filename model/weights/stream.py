@@ -16,8 +16,9 @@ from itertools import accumulate
 
 import torch
 
-from model.errors import EngineError, PreheatError, Unavailable
+from model.errors import EngineError, PreheatError
 from model.store.manifest import Blob
+from model.store.sink import StoppableSink, load_stopped
 from model.store.store import Store
 from model.weights.safetensors_header import HEADER_LIMIT, Extent, InvalidHeader, invalid_weights, read_header
 
@@ -80,34 +81,23 @@ class CopyLane:
             self._stream.synchronize()
 
 
-class _StoppedEarly(Exception):
-    """The caller ends the stream. After the failure of another blob, blobs that have begun are finished."""
-
-
 class BlobReceiver:
     """A `Sink` (model/store) that copies one blob's tensors to the device.
 
     New tensors share one allocation, in which each is aligned to 256 bytes. In the file it is aligned to its item size.
     """
 
-    def __init__(
-        self, blob: Blob, lane: CopyLane, into: Tensors | None = None, is_stopped: Callable[[], bool] = lambda: False
-    ) -> None:
-        """`into`: existing tensors by name, which receive the bytes; None: new ones do.
-
-        `is_stopped`: true to end the stream.
-        """
+    def __init__(self, blob: Blob, lane: CopyLane, into: Tensors | None = None) -> None:
+        """`into`: existing tensors by name, which receive the bytes; None: new ones do."""
         if not blob.bytes:  # `filled`, which reads the header, would never be called
             raise invalid_weights(blob.sha256, InvalidHeader("it has 0 bytes"))
-        self._blob, self._lane, self._into, self._is_stopped = blob, lane, into, is_stopped
+        self._blob, self._lane, self._into = blob, lane, into
         self._problem: PreheatError | None = None
         self._extents: dict[str, Extent] = {}
         self._targets: list[tuple[Extent, torch.Tensor]] = []  # the bytes of each tensor on the device
         self._first = 0  # index in `_targets` of the first tensor that is not complete
 
     def buffer(self, at: int) -> memoryview:
-        if self._is_stopped():
-            raise _StoppedEarly
         return self._lane.free_slot()
 
     def filled(self, at: int, data: memoryview) -> None:
@@ -197,6 +187,7 @@ def stream_weights(
     device: torch.device,
     threads: int | None = None,
     make_lane: Callable[[torch.device], CopyLane] = CopyLane,
+    stopped: threading.Event | None = None,
     is_stopped: Callable[[], bool] = lambda: False,
     into: Mapping[str, Tensors] | None = None,
 ) -> dict[str, Tensors]:
@@ -205,32 +196,28 @@ def stream_weights(
     `into`: by digest, existing tensors that receive a blob's bytes; None: new ones do. After an error they hold a
     mixture. `threads` defaults to the number of cores, at most MAX_THREADS. Raises CorruptBlob or StoreError of the
     first failing blob; then no new tensor stays on the device. Raises EngineError for a tensor that does not fit
-    `into`, and Unavailable soon after `is_stopped` is true.
+    `into`. Raises Unavailable soon after `is_stopped` is true, and once the blobs that have begun are finished after
+    `stopped` is set.
     """
     by_digest = {blob.sha256: blob for blob in blobs}
     waiting = deque(sorted(by_digest.values(), key=lambda blob: -blob.bytes))
     count = max(1, min(threads or min(MAX_THREADS, os.cpu_count() or 1), len(waiting)))
-    failed = threading.Event()
+    stopped = stopped or threading.Event()
     done: dict[str, Tensors] = {}
-
-    def must_stop() -> bool:
-        return failed.is_set() or is_stopped()
 
     def work() -> None:
         lane = make_lane(device)
         try:
-            while not must_stop():
+            while not stopped.is_set():
                 try:
                     blob = waiting.popleft()
                 except IndexError:
                     return
-                sink = BlobReceiver(blob, lane, None if into is None else into[blob.sha256], is_stopped)
-                store.stream(blob.sha256, blob.bytes, sink)
-                done[blob.sha256] = sink.tensors()
-        except _StoppedEarly:
-            return
+                receiver = BlobReceiver(blob, lane, None if into is None else into[blob.sha256])
+                store.stream(blob.sha256, blob.bytes, StoppableSink(receiver, is_stopped))
+                done[blob.sha256] = receiver.tensors()
         except BaseException:
-            failed.set()
+            stopped.set()
             raise
         finally:
             lane.finish()
@@ -240,5 +227,5 @@ def stream_weights(
     for task in tasks:
         task.result()
     if done.keys() != by_digest.keys():
-        raise Unavailable("The load was stopped, because this server ends.")
+        raise load_stopped()
     return done

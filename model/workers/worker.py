@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from model.child_process import shut_down, start_connected_child, visible_gpu
 from model.denoising.forecast import evaluation_count
@@ -22,32 +22,25 @@ from model.workers.messages import FromWorker, Start, Status
 EXIT_SECONDS = 10.0  # in which a killed process ends, unless a driver holds it
 
 
+@dataclass(eq=False)
 class PoolJob:
     """A request that workers generate. Implements `RequestJob`. The pool's lock guards what is not a future."""
 
-    def __init__(
-        self,
-        params: GenerationParams,
-        listener: Listener | None,
-        preview_every: int,
-        model: int = 0,
-        adapters: Sequence[AdapterRecord] = (),
-    ) -> None:
-        self.result: Future[GenerationResult] = Future()
-        self.planned: Future[None] = Future()
-        self.params = params
-        self.listener = listener
-        self.preview_every = preview_every
-        self.model = model
-        self.adapters = tuple(adapters)
-        self.steps = 0
-        self.images_ahead = 0
-        self.attempts = 0  # workers that have had it
-        self._given = 0  # images that the last worker was given
-        self._steps_done = 0  # of the last event
-        self._steps_held = 0  # of the last event before the request went to another worker
-        self.images: dict[int, ImageEvent] = {}  # those that have arrived, by index
-        self.warnings: list[str] = []
+    params: GenerationParams
+    listener: Listener | None
+    preview_every: int
+    model: int = 0
+    adapters: Sequence[AdapterRecord] = ()
+    result: "Future[GenerationResult]" = field(default_factory=Future)
+    planned: "Future[None]" = field(default_factory=Future)
+    steps: int = 0
+    images_ahead: int = 0
+    attempts: int = 0  # workers that have had it
+    images: dict[int, ImageEvent] = field(default_factory=dict)  # those that have arrived, by index
+    warnings: list[str] = field(default_factory=list)
+    _given: int = 0  # images that the last worker was given
+    _steps_done: int = 0  # of the last event
+    _steps_held: int = 0  # of the last event before the request went to another worker
 
     @property
     def missing(self) -> tuple[int, ...]:

@@ -9,7 +9,10 @@ from benchmarks.memory import MemoryGrowth
 MIB = 2**20
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="measures the GPU's memory here")
+@pytest.mark.skipif(
+    torch.cuda.is_available(),
+    reason="measures the memory of the host, and this machine uses its GPU: set CUDA_VISIBLE_DEVICES=",
+)
 def test_measures_the_peak_of_new_memory_only() -> None:
     kept = np.ones(200 * MIB, np.uint8)
     growth = MemoryGrowth()
