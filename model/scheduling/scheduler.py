@@ -2,7 +2,7 @@
 
 Between two steps images join loops, leave them (finished, cancelled) and are decoded. So a new request waits for one
 step and not for a batch. Images join in order of arrival as soon as their loop has room, each image of a request by
-itself; `model.scheduling.admission` limits how many run at once, and `model.scheduling.weight_turns` decides which
+itself; `model.scheduling.joining` limits how many run at once, and `model.scheduling.weight_turns` decides which
 have their weights. Loops (one for each model, UNet and size) take turns of one step; `model.scheduling.in_flight` keeps
 their images. Each image's result is independent of the other images. This module decides; `model.pipeline.runner`
 executes.
@@ -10,7 +10,6 @@ executes.
 Other threads may call the methods that `Scheduler` lists. The rest runs on the scheduler's thread.
 """
 
-import itertools
 import logging
 import math
 import os
@@ -26,18 +25,17 @@ from typing import Any
 import torch
 
 from model import metrics
-from model.denoising.loop import ImageState, Loop, slots
-from model.denoising.step_plan import StepNeeds
+from model.denoising.loop import ImageState, Loop
 from model.errors import AdapterError, BrokenImage, PreheatError, ReleaseNotLoaded, Unavailable
 from model.images.encode import Pixels
 from model.pipeline.params import GenerationParams
 from model.pipeline.preview import Preview
 from model.pipeline.runner import Runner
-from model.scheduling.admission import joinings, may_join, shortens_mean_latency
 from model.scheduling.comparison import ImageComparison
 from model.scheduling.in_flight import InFlight, ModelLoop, first_loop
 from model.scheduling.interface import check_queue
 from model.scheduling.job import ImageEvent, Job, StepEvent
+from model.scheduling.joining import one_more_may_join
 from model.scheduling.output_workers import OutputWorkers
 from model.scheduling.weight_slots import WeightSlots
 from model.scheduling.weight_turns import WeightTurns
@@ -380,7 +378,7 @@ class Scheduler:
 
     def _admit_job(self, job: Job, place: ModelLoop) -> None:
         """Add as many images of a job as may join."""
-        while job.waiting_images and self._may_join(job, place):
+        while job.waiting_images and one_more_may_join(job, place, self._in_flight, self._waiting):
             is_first = not job.joined_count
             if is_first:
                 job.end_stage("queue")
@@ -397,45 +395,6 @@ class Scheduler:
                 self._in_flight.wait(ModelLoop(job.runner, key), job, image)
             else:
                 self._in_flight.start(ModelLoop(job.runner, key), job, image)
-
-    def _may_join(self, job: Job, place: ModelLoop) -> bool:
-        """True if the first loop of this job can admit one more image of it.
-
-        Admission is limited to what saves seconds, with two exceptions. Further images of an admitted
-        job may join, because it is answered when all are done. So may images of short jobs. Images that have moved to a
-        further loop, or that wait to join this one, count as running.
-        """
-        loop, needed = place.loop, job.plan.first_needs.slots
-        running, joining = self._in_flight.started_with(place)
-        running |= joining
-        taken = slots([*loop.images, *joining])
-        if taken + needed > loop.capacity and (joining or loop.images):
-            return False
-        if job.joined_count or not loop.costs.is_known:
-            return True
-        batch = slots(running)
-        steps_left = min((owner.plan.evaluations_left(image) for image, owner in running.items()), default=0)
-        if shortens_mean_latency(job.plan.evaluations, needed * job.num_images, len(running), batch, steps_left):
-            return True
-        same_loop = [
-            other
-            for other in self._waiting
-            if first_loop(other) == place and other.plan.adapters.merged == job.plan.adapters.merged
-        ]
-        same_loop.sort(key=lambda other: other is not job)
-        waiting = [other.plan.first_needs for other in same_loop for _ in other.waiting_images]
-        room = list(itertools.accumulate((one.slots for one in waiting), initial=batch))
-        count = sum(one <= loop.capacity for one in room) - 1
-        now = [
-            image.now if image in loop.images
-            else owner.plan.first_needs if first_loop(owner) == place
-            else StepNeeds(image.now.entries, image.now.slots)  # another UNet has other features
-            for image, owner in running.items()
-        ]  # fmt: skip
-        if not now:
-            return True
-        of_now, of_waiting = ([(loop.kind(one), one.entries) for one in part] for part in (now, waiting[:count]))
-        return may_join(joinings(loop.costs, of_now, of_waiting), room[-1] >= loop.capacity)
 
     def _leave_queue(self, images: int) -> None:
         with self._wakeup:
