@@ -24,7 +24,7 @@ COMMANDS = {
     "Build": ("build.build", "calibrate.calibrate", "check_fp8.check_fp8", "export_onnx.export_onnx"),
     "Releases": (
         "releases.publish", "releases.releases", "releases.verify", "releases.copy", "releases.gc", "releases.keygen",
-        "releases.add_lora", "releases.remove_lora", "releases.add_embedding",
+        "adapters.add_lora", "adapters.remove_lora", "adapters.add_embedding",
     ),
     "Deploy and operate": (
         "check_config.check_config", "check_config.weights", "gateway.gateway", "plan_replicas.plan_replicas",

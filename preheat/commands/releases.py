@@ -1,4 +1,4 @@
-"""The `preheat` commands for releases and stores: keygen, publish, add-lora, releases, verify, copy, gc."""
+"""The `preheat` commands for releases and stores: keygen, publish, releases, verify, copy, gc."""
 
 import time
 from collections.abc import Callable
@@ -27,7 +27,6 @@ from preheat.console import (
     meter,
     open_cli_store,
     plain,
-    print_warning,
     say,
     tracked,
 )
@@ -82,24 +81,24 @@ def run_publish(
     from engine_builder.releases.publish import publish as publish_drafts
 
     thresholds = Thresholds.read(threshold_file) if threshold_file else None
-    private_key = _read_key(key_file)
+    private_key = read_private_key(key_file)
     with activity(f"Publishing {name}"):
         manifest, is_new = publish_drafts(store, name, private_key, thresholds, accept, without_fp8)
     _print_accepted(manifest)
     say(
-        f"{_published(manifest, is_new)}: {len(manifest.engines)} engines for {plain(', '.join(manifest.targets))}, "
+        f"{published(manifest, is_new)}: {len(manifest.engines)} engines for {plain(', '.join(manifest.targets))}, "
         f"{_size(manifest)} in {len(manifest.blobs())} blobs, {_signer(manifest)}"
     )
     return manifest
 
 
-def _read_key(file: Path | None) -> Ed25519PrivateKey | None:
+def read_private_key(file: Path | None) -> Ed25519PrivateKey | None:
     from engine_builder.releases.signing import read_key
 
     return read_key(file) if file else None
 
 
-def _published(manifest: Manifest, is_new: bool) -> str:
+def published(manifest: Manifest, is_new: bool) -> str:
     return f"{'Published' if is_new else 'Unchanged since'} [bold]{plain(manifest.name)}[/]"
 
 
@@ -114,81 +113,6 @@ def _signer(entry: Manifest | AdapterRecord) -> str:
 def _print_accepted(manifest: Manifest) -> None:
     for violation in manifest.validation.violations if manifest.validation else ():
         say(f"[yellow]accepted[/] {plain(violation)}")
-
-
-def add_lora(
-    name: Annotated[str, typer.Argument(help="Name of the adapter in the store and in requests.")],
-    path: Annotated[Path, typer.Argument(help="Its safetensors file, or the folder that PEFT or diffusers wrote.")],
-    store: StoreOption = DEFAULT_STORE,
-    release: Annotated[
-        str | None, typer.Option(help="MODEL/VERSION that it must fit; default: any release of the store.")
-    ] = None,
-    embeddings: Annotated[
-        str | None,
-        typer.Option(
-            help="MODEL/VERSION, built with --embedding-rows: publish its next version with the file's embeddings."
-        ),
-    ] = None,
-    sign: SignOption = None,
-    cache_dir: CacheOption = None,
-) -> None:
-    """Add an adapter to a store, for all releases of its architecture: LoRA, LoHa, LoKr, DoRA. It is written once."""
-    from engine_builder.adapters.add import add_adapter
-    from engine_builder.adapters.read import AdapterFile
-    from engine_builder.embeddings.add import add_embeddings
-
-    private_key = _read_key(sign)
-    opened_store = open_cli_store(store, cache_dir)
-    published: list[str] = []
-
-    def add_bundled(file: AdapterFile) -> None:
-        if not file.embeddings:
-            raise typer.BadParameter(f"{path} has no embeddings", param_hint="--embeddings")
-        assert embeddings is not None
-        manifest, is_new = add_embeddings(opened_store, embeddings, file.embeddings, private_key)
-        published.append(f"{_published(manifest, is_new)} with {plain(', '.join(file.embeddings))}.")
-
-    with activity(f"Adding {path}"):
-        record, fitting, is_new = add_adapter(
-            opened_store, name, path, release or embeddings, private_key, print_warning,
-            None if embeddings is None else add_bundled,
-        )  # fmt: skip
-    for line in published:
-        say(line)
-    say(
-        f"{'Added' if is_new else 'Unchanged:'} [bold]{plain(name)}[/], {plain(_describe_adapter(record))}. "
-        f"It fits {plain(fitting)}."
-    )
-
-
-def remove_lora(
-    name: Annotated[str, typer.Argument(help="Name of the adapter.")],
-    store: StoreOption = DEFAULT_STORE,
-    cache_dir: CacheOption = None,
-) -> None:
-    """Remove an adapter from a store. Servers whose `loras` has a pattern of its name refuse it some seconds later.
-
-    Requests that have begun finish. `preheat gc` deletes its tensors.
-    """
-    open_cli_store(store, cache_dir).delete_adapter(name)
-    say(f"Removed [bold]{plain(name)}[/].")
-
-
-def add_embedding(
-    release: Annotated[str, typer.Argument(help="MODEL/VERSION, built with --embedding-rows.")],
-    embeddings: Annotated[list[str], typer.Argument(help="TOKEN=FILE or TOKEN=FILE,FILE of each embedding.")],
-    store: StoreOption = DEFAULT_STORE,
-    sign: SignOption = None,
-    cache_dir: CacheOption = None,
-) -> None:
-    """Publish the next version of a release with embeddings, whose tokens prompts may use."""
-    from engine_builder.embeddings.add import add_embeddings, open_embeddings
-
-    private_key = _read_key(sign)
-    files = open_embeddings(embeddings)
-    with activity(f"Adding {', '.join(files)}"):
-        manifest, is_new = add_embeddings(open_cli_store(store, cache_dir), release, files, private_key)
-    say(f"{_published(manifest, is_new)} with {plain(', '.join(files))}.")
 
 
 def releases(
@@ -219,7 +143,7 @@ def releases(
     if not names:
         say(f"{plain(opened_store.url)} has no release. Run preheat build and preheat publish.")
     for record in adapters:
-        say(f"[bold]{plain(record.name)}[/]\n    adapter, {plain(_describe_adapter(record))}")
+        say(f"[bold]{plain(record.name)}[/]\n    adapter, {plain(describe_adapter(record))}")
     if len(manifests) + len(adapters) < len(names) + len(adapter_names):
         raise typer.Exit(1)
 
@@ -263,7 +187,7 @@ def _read_each(read: Callable[[str], Entry], names: list[str], is_requested: boo
     return entries
 
 
-def _describe_adapter(record: AdapterRecord) -> str:
+def describe_adapter(record: AdapterRecord) -> str:
     """Return "700 layers of rank 16, 90.1 MiB, signed by 1a2b3c4d"."""
     ranks = sorted({layer.rank for layer in record.layers.values() if layer.rank is not None})
     shown = f" of rank {ranks[0]}{f' to {ranks[-1]}' if len(ranks) > 1 else ''}" if ranks else ""
