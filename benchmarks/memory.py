@@ -1,5 +1,6 @@
 """The memory that a model takes in its process."""
 
+import gc
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,10 +12,12 @@ _PROCESS = Path("/proc/self")
 class MemoryGrowth:
     """Measures how far the memory of this process grows at its peak: torch's GPU memory, else the resident set.
 
-    Make it before the model is loaded. The resident set needs Linux.
+    Make it before the model is loaded. The resident set needs Linux. Memory that is freed later and was there before
+    hides as much growth, so garbage is collected first.
     """
 
     def __init__(self) -> None:
+        gc.collect()
         self._has_gpu = torch.cuda.is_available()
         self._before: int | None = None
         if self._has_gpu:
