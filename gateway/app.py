@@ -30,7 +30,7 @@ from gateway.apis.openai import Files, ImageCall
 from gateway.backend_answers import Event
 from gateway.backends import Accepted, Backends
 from gateway.bodies import Bodies
-from gateway.endpoint import PREDICT_PATH
+from gateway.endpoint import PREDICT_PATH, READY_PATH
 from gateway.errors import ApiError, refused
 from gateway.history import MAX_LISTED, History, answer_of
 from gateway.keys import ApiKey, Keys
@@ -88,7 +88,7 @@ class Gateway:
             Route("/v1/models", self.models),
             Route("/v1/loras", self.loras),
             Route(PREDICT_PATH, self.predict, methods=["POST"]),
-            Route("/v1/models/model", self.health),
+            Route(READY_PATH, self.health),
             Route("/v1/models/{model:path}", self.model),
             Route("/v1/description", self.description),
             Route("/v1/history", self.list_history),

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from gateway.backend_answers import Event
-from gateway.endpoint import LOOPBACK, PREDICT_PATH
+from gateway.endpoint import LOOPBACK, PREDICT_PATH, READY_PATH
 from gateway.errors import GatewayConfigError
 
 KEY_VARIABLE = "PREHEAT_BACKEND_API_KEY"
@@ -85,7 +85,7 @@ def parse_backend(url: str, variables: Mapping[str, str] = os.environ) -> Backen
     is_loopback = parts.hostname in LOOPBACK
     if not parts.path.rstrip("/").endswith("/predict"):
         base = url.rstrip("/")
-        return Backend(url, base + PREDICT_PATH, f"{base}/v1/models/model", {}, is_loopback)
+        return Backend(url, base + PREDICT_PATH, base + READY_PATH, {}, is_loopback)
     key = variables.get(KEY_VARIABLE)
     if key and parts.scheme != "https":
         raise GatewayConfigError(f"{url!r} would receive the key in {KEY_VARIABLE} unencrypted.", "Give an https URL.")

@@ -13,7 +13,8 @@ from model.errors import PreheatError
 
 KEY_VARIABLE = "PREHEAT_API_KEY"
 BASETEN_KEY_VARIABLE = "BASETEN_API_KEY"
-PREDICT_PATH = "/v1/models/model:predict"
+READY_PATH = "/v1/models/model"
+PREDICT_PATH = f"{READY_PATH}:predict"
 _DEPLOYED_EXAMPLE = "https://model-ID.api.baseten.co/environments/production/predict"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)

@@ -9,7 +9,6 @@ object store are skipped, or fail if PREHEAT_REQUIRE_OBJECT_STORE is set.
 
 import fcntl
 import gc
-import os
 import shutil
 import signal
 import uuid
@@ -42,6 +41,7 @@ from tests.support import object_store as ceph
 from tests.support.deployments import deployed, load_release
 from tests.support.faulty_proxy import FaultyProxy
 from tests.support.object_store import ObjectStore
+from tests.support.optional_tools import skip_without
 from tests.support.repository import MODEL_FOLDER, REPOSITORY
 from tests.support.selection import (  # noqa: F401  hooks of pytest
     pytest_addoption,
@@ -224,10 +224,7 @@ def compiled_toy_store(
 def object_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
     """A running object store with the S3 protocol."""
     if missing := ceph.missing_programs():
-        reason = f"no object store ({', '.join(missing)} not installed): {ceph.INSTALL}"
-        if os.environ.get("PREHEAT_REQUIRE_OBJECT_STORE"):
-            pytest.fail(reason)
-        pytest.skip(reason)
+        skip_without("OBJECT_STORE", f"no object store ({', '.join(missing)} not installed): {ceph.INSTALL}")
     with ObjectStore(tmp_path_factory.mktemp("ceph")) as running:
         yield running
 

@@ -269,15 +269,14 @@ def _configs_of_commit(commit: str, configs: list[Path], folder: Path) -> list[P
 
 def _lay_out(config: Path, buckets: list[tuple[int, int, int]], work: Path) -> "Layout":
     """Write the files of the server image of a config. `buckets`: replace the config's, unless empty."""
-    from preheat.local_server.server import build_context, lay_out, with_metadata
+    from preheat.local_server.server import build_context, lay_out, with_settings
 
     root = next((folder for folder in config.resolve().parents if (folder / "model" / "model.py").is_file()), ROOT)
     layout = lay_out(build_context(root, config, work / "build"), work / "image")
     if not buckets:
         return layout
-    metadata = layout.config["model_metadata"]
     entries = [{"height": height, "width": width, "rows": batch} for batch, height, width in buckets]
-    return with_metadata(layout, {**metadata, "preheat": {**metadata["preheat"], "buckets": entries}})
+    return with_settings(layout, buckets=entries)
 
 
 def _print_table(rows: list[Row], parts: str, unit: str) -> None:

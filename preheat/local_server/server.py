@@ -26,6 +26,7 @@ from typing import Any, Self
 import httpx
 
 from engine_builder.truss_config import read_truss_config
+from gateway.endpoint import READY_PATH
 from gateway.listening import listen
 from model.errors import ConfigError, PreheatError
 from model.settings import read_settings
@@ -106,9 +107,10 @@ def lay_out(context: Path, fs_root: Path) -> Layout:
     return Layout(root=fs_root, app=app, packages=packages, config=config)
 
 
-def with_metadata(layout: Layout, metadata: Mapping[str, Any]) -> Layout:
-    """Replace model_metadata in the layout's config.yaml. Returns the changed layout."""
-    config = {**layout.config, "model_metadata": dict(metadata)}
+def with_settings(layout: Layout, **settings: Any) -> Layout:
+    """Replace settings of model_metadata.preheat in the layout's config.yaml. Returns the changed layout."""
+    metadata = layout.config["model_metadata"]
+    config = layout.config | {"model_metadata": metadata | {"preheat": metadata["preheat"] | settings}}
     (layout.app / "config.yaml").write_text(json.dumps(config, indent=1) + "\n")  # JSON is YAML
     return replace(layout, config=config)
 
@@ -218,7 +220,7 @@ class Server:
                 if time.monotonic() > deadline:
                     raise self._failed(f"The server was not ready after {timeout:g} s.")
                 try:
-                    if client.get(f"{self.url}/v1/models/model").status_code == 200:
+                    if client.get(self.url + READY_PATH).status_code == 200:
                         report()  # messages logged since the last check
                         return
                 except httpx.TransportError:

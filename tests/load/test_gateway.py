@@ -21,7 +21,7 @@ from preheat.local_server.server import Layout, Server
 from tests.conftest import READY_SECONDS
 from tests.support.gateway import running_gateway
 from tests.support.images import Pixels, largest_difference, pixels
-from tests.support.predictions import PREDICT_PATH, TIMEOUT_SECONDS, http_client, predict
+from tests.support.predictions import PREDICT_PATH, http_client, many_connections, predict
 
 CLIENTS = 64
 SECONDS = float(os.environ.get("PREHEAT_GATEWAY_SECONDS", "5"))
@@ -101,8 +101,7 @@ def test_no_request_is_lost_when_a_server_is_killed(
                 answered_after_kill += after_kill
 
     async def run_clients(url: str, kill: Callable[[], None]) -> None:
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=TIMEOUT_SECONDS, limits=limits) as client:
+        async with many_connections(url) as client:
             end, killed = time.monotonic() + SECONDS, asyncio.Event()
             clients = [asyncio.create_task(send_requests(n, client, end, killed)) for n in range(CLIENTS)]
             await asyncio.sleep(SECONDS / 2)

@@ -17,22 +17,20 @@ import psutil
 import pytest
 
 from preheat.local_server.server import Server
-from tests.support.images import largest_difference
 from tests.support.load import HealthProbe
-from tests.support.load_requests import REQUESTS, decoded_images
-from tests.support.predictions import PREDICT_PATH
+from tests.support.load_requests import REQUESTS, decoded_images, problem_of
+from tests.support.predictions import LOAD_TIMEOUT_SECONDS, PREDICT_PATH, many_connections
 
 CLIENTS = 64
 DISCONNECT_SHARE = 0.2  # of the requests
 STREAM_SHARE = 0.3
 LOAD_SECONDS = float(os.environ.get("PREHEAT_LOAD_SECONDS", "0"))
 SOAK_IMAGES = int(os.environ.get("PREHEAT_SOAK_IMAGES", "0"))
-TIMEOUT_SECONDS = 300
 
 
 @pytest.mark.skipif(not LOAD_SECONDS, reason="takes minutes: set PREHEAT_LOAD_SECONDS=120, or run `make test-load`")
 def test_each_client_gets_its_own_images(server: Server, show_progress: Callable[[str], None]) -> None:
-    with httpx.Client(base_url=server.url, trust_env=False, timeout=TIMEOUT_SECONDS) as client:
+    with httpx.Client(base_url=server.url, trust_env=False, timeout=LOAD_TIMEOUT_SECONDS) as client:
         expected = [decoded_images(client.post(PREDICT_PATH, json=request)) for request in REQUESTS]
     counts: Counter[str] = Counter()
     errors: list[str] = []
@@ -57,18 +55,11 @@ def test_each_client_gets_its_own_images(server: Server, show_progress: Callable
                 await asyncio.sleep(rng.uniform(0.5, 1) * int(answer.headers["Retry-After"]))
                 continue
             counts[str(answer.status_code)] += 1
-            if answer.status_code != 200:
-                errors.append(f"{answer.status_code} {answer.text[:200]}")
-                continue
-            for image, expected_image in zip(decoded_images(answer), expected[index], strict=True):
-                if largest_difference(image, expected_image) > 1:
-                    errors.append(f"request {index} got another image")
+            if problem := problem_of(answer, expected[index]):
+                errors.append(problem)
 
     async def run_clients() -> None:
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(
-            base_url=server.url, trust_env=False, timeout=TIMEOUT_SECONDS, limits=limits
-        ) as client:
+        async with many_connections(server.url) as client:
             end = time.monotonic() + LOAD_SECONDS
             await asyncio.gather(*(send_requests(number, client, end) for number in range(CLIENTS)))
 
@@ -89,7 +80,7 @@ def test_memory_does_not_grow(server: Server, show_progress: Callable[[str], Non
     """The limit is 2 % more than after the first hundred images."""
     process = psutil.Process(server.pid)
     resident_bytes: list[int] = []
-    with httpx.Client(base_url=server.url, trust_env=False, timeout=TIMEOUT_SECONDS) as client:
+    with httpx.Client(base_url=server.url, trust_env=False, timeout=LOAD_TIMEOUT_SECONDS) as client:
         for done in range(0, SOAK_IMAGES, 4):
             request = REQUESTS[done % len(REQUESTS)] | {"num_images": 4, "stream": done % 3 == 0}
             answer = client.post(PREDICT_PATH, json=request)

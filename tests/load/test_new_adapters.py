@@ -1,6 +1,6 @@
-"""Clients of a server in front of a bucket name adapters, while adapters are added, removed and damaged.
+"""Clients of a server in front of a bucket name adapters, while adapters are added and removed.
 
-The device has memory for three of them. A picture must be the one of a server that had the adapter at its start.
+The device has memory for a few of them. A picture must be the one of a server that had the adapter at its start.
 PREHEAT_LOAD_SECONDS is the duration (120 in `make test-load`).
 """
 
@@ -23,12 +23,13 @@ from engine_builder.adapters.add import add_adapter
 from engine_builder.releases.mirror import copy_release
 from engine_builder.stores.store import WritableStore
 from model.api.adapter_catalog import MAX_EARLY_LISTS
-from preheat.local_server.server import Layout, Server, with_metadata
+from preheat.local_server.server import Layout, Server
 from tests.conftest import READY_SECONDS, Opener
 from tests.support.adapters import PACKABLE, module_shapes, random_deltas, write_adapter
-from tests.support.images import Pixels, largest_difference, pixels
+from tests.support.images import Pixels, largest_difference
+from tests.support.layouts import configured
 from tests.support.object_store import ObjectStore
-from tests.support.predictions import PREDICT_PATH, http_client
+from tests.support.predictions import PREDICT_PATH, http_client, picture_of
 
 LOAD_SECONDS = float(os.environ.get("PREHEAT_LOAD_SECONDS", "0"))
 CLIENTS, ADAPTERS = (16, 50) if LOAD_SECONDS else (4, 6)
@@ -65,20 +66,13 @@ def serving(
     layout: Layout, bucket: WritableStore, object_store: ObjectStore, folder: Path, **settings: Any
 ) -> Iterator[httpx.Client]:
     """Run a server of the bucket. Returns its client."""
-    metadata = layout.config["model_metadata"]
-    config = with_metadata(layout, metadata | {"preheat": metadata["preheat"] | settings})
     environment = object_store.environment | {
         "PREHEAT_STORE": bucket.url, "PREHEAT_RELEASE": RELEASE, "PREHEAT_CACHE_DIR": str(folder / "cache")
     }  # fmt: skip
-    with Server(config, environment=environment, log=folder / "server.log") as server:
+    with Server(configured(layout, folder, **settings), environment=environment, log=folder / "server.log") as server:
         server.wait_ready(READY_SECONDS)
         with http_client(server) as client:
             yield client
-
-
-def picture(answer: httpx.Response) -> Pixels:
-    assert answer.status_code == 200, answer.text
-    return pixels(answer.json()["images"][0]["data"])
 
 
 def lookups(client: httpx.Client) -> float:
@@ -121,7 +115,7 @@ def test_adapters_change_under_load(
                 answer = client.post(PREDICT_PATH, json=request(name))
                 with lock:
                     if answer.status_code == 200:
-                        generated[name].append(picture(answer))
+                        generated[name].append(picture_of(answer))
                     else:
                         refused.append(f"{name}: {answer.text}")
 
@@ -132,7 +126,7 @@ def test_adapters_change_under_load(
                 while (answer := client.post(PREDICT_PATH, json=request(name))).status_code == 400:
                     waited[name] += 1  # more names are new in a minute than the list is read again for
                     time.sleep(0.5)
-                generated[name].append(picture(answer))
+                generated[name].append(picture_of(answer))
                 with lock:
                     present.append(name)
             before = lookups(client)
@@ -152,11 +146,11 @@ def test_adapters_change_under_load(
         while client.post(PREDICT_PATH, json=request(names[0])).status_code == 200:
             assert time.monotonic() < deadline
             time.sleep(0.5)
-        picture(client.post(PREDICT_PATH, json=request(names[1])))
+        picture_of(client.post(PREDICT_PATH, json=request(names[1])))
 
     (tmp_path / "fixed").mkdir()
     with serving(layout, bucket, object_store, tmp_path / "fixed", loras=names[1:]) as client:
         for name in names[1:]:
-            expected = picture(client.post(PREDICT_PATH, json=request(name)))
+            expected = picture_of(client.post(PREDICT_PATH, json=request(name)))
             assert max(largest_difference(one, expected) for one in generated[name]) <= 1
     assert largest_difference(generated[names[1]][0], generated[names[2]][0]) > 1

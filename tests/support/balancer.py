@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
+from tests.support.optional_tools import skip_without
+from tests.support.ports import free_port
 from tests.support.repository import REPOSITORY
 from tests.support.waiting import eventually
 
@@ -20,20 +20,11 @@ CONFIG = REPOSITORY / "deploy" / "haproxy.cfg"
 NAMES = ("first", "second")  # of the servers in CONFIG
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-        return port
-
-
 def haproxy() -> str:
     """Return the program, or skip the test. Debian has it in a folder that is not on everyone's PATH."""
     program = shutil.which("haproxy", path=f"{os.environ['PATH']}:/usr/sbin")
     if program is None:
-        reason = "HAProxy is not installed: apt-get install haproxy"
-        if os.environ.get("PREHEAT_REQUIRE_HAPROXY"):
-            pytest.fail(reason)
-        pytest.skip(reason)
+        skip_without("HAPROXY", "HAProxy is not installed: apt-get install haproxy")
     return program
 
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.request import urlopen
 
+from tests.support.ports import free_port
 from tests.support.repository import REPOSITORY
 from tests.support.waiting import eventually
 
@@ -34,8 +34,7 @@ def is_healthy(url: str) -> bool:
 @contextmanager
 def gateway_process(folder: Path, *options: str) -> Iterator[tuple[str, int]]:
     """Run `preheat gateway` with these options. Yields its URL and process id. Its log is folder/log."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "preheat", "gateway", "--port", str(port), *options]
     with (
         (folder / "log").open("wb") as log,

@@ -1,11 +1,12 @@
 """Requests of load tests that share batches in every combination, and the images of their answers."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
 
-from tests.support.images import Pixels, pixels
+from tests.support.images import Pixels, largest_difference, pixels
 
 REQUESTS: list[dict[str, Any]] = [
     {
@@ -28,3 +29,12 @@ def decoded_images(answer: httpx.Response) -> list[Pixels]:
     assert events[-1]["event"] == "done", events[-1]
     images = [event for event in events if event["event"] == "image"]
     return [pixels(image["data"]) for image in sorted(images, key=lambda image: image["index"])]
+
+
+def problem_of(answer: httpx.Response, expected: Sequence[Pixels]) -> str:
+    """Return what is wrong with an answer, or ""."""
+    if answer.status_code != 200:
+        return f"{answer.status_code} {answer.text[:200]}"
+    images = decoded_images(answer)
+    is_equal = len(images) == len(expected) and max(map(largest_difference, images, expected)) <= 1
+    return "" if is_equal else f"another image: {str(answer.request.content)[:200]}"

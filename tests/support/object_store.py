@@ -7,7 +7,6 @@ cluster behind it does not, so it is for tests only.
 import json
 import os
 import shutil
-import socket
 import subprocess
 import time
 import uuid
@@ -17,6 +16,8 @@ from types import TracebackType
 from typing import Self, cast
 
 import httpx
+
+from tests.support.ports import free_ports
 
 INSTALL = "apt-get install --no-install-recommends radosgw ceph-mon ceph-osd"
 PROGRAMS = ("radosgw", "radosgw-admin", "ceph", "ceph-mon", "ceph-osd", "monmaptool", "setpriv")
@@ -86,7 +87,7 @@ class ObjectStore:
         self._daemons: list[subprocess.Popen[bytes]] = []
         self._last_error = ""
         self._restarts = 0
-        self._mon_port, self._rgw_port = _free_ports(2)
+        self._mon_port, self._rgw_port = free_ports(2)
 
     @property
     def url(self) -> str:
@@ -231,14 +232,3 @@ def credentials() -> dict[str, str]:
 def _environment() -> dict[str, str]:
     """Return the environment without CEPH_*, which could name another cluster."""
     return {name: value for name, value in os.environ.items() if not name.startswith("CEPH_")}
-
-
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 
+from tests.support.optional_tools import skip_without
+
 # A folder for screenshots, to look at them: docs/pictures to renew those of the docs.
 PICTURES = os.environ.get("PREHEAT_SCREENSHOTS", "")
 
@@ -20,10 +22,7 @@ PICTURES = os.environ.get("PREHEAT_SCREENSHOTS", "")
 def browser() -> Iterator[Browser]:
     chromium = shutil.which("chromium")
     if chromium is None:
-        reason = "Chromium is not installed: apt-get install chromium"
-        if os.environ.get("PREHEAT_REQUIRE_CHROMIUM"):
-            pytest.fail(reason)
-        pytest.skip(reason)
+        skip_without("CHROMIUM", "Chromium is not installed: apt-get install chromium")
     with sync_playwright() as playwright:
         expect.set_options(timeout=30_000)  # a machine may be busy
         # Chromium's sandbox does not run as root, as CI does. The page is this repository's own.

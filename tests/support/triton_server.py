@@ -8,7 +8,6 @@ import importlib.util
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -16,7 +15,7 @@ import time
 import venv
 import zipfile
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,6 +24,8 @@ import pytest
 from typer.testing import CliRunner
 
 from preheat.main import app
+from tests.support.optional_tools import skip_without
+from tests.support.ports import free_ports
 from tests.support.repository import REPOSITORY
 
 VERSION = "2.51.0"
@@ -50,9 +51,7 @@ def require_triton(folder: Path) -> Path:
     ran = subprocess.run([sys.executable, "-m", "pip", "download", *options], capture_output=True, text=True)
     if ran.returncode:
         reason = f"{_WHEEL} cannot be downloaded, run the test with a network: {ran.stderr.strip()[-200:]}"
-        if os.environ.get("PREHEAT_REQUIRE_TRITON_SERVER"):
-            pytest.fail(reason)
-        pytest.skip(reason)
+        skip_without("TRITON_SERVER", reason)
     [wheel] = work.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(work / "wheel")
@@ -79,10 +78,7 @@ def export(url: str, releases: Sequence[str], out: Path, *options: str) -> Path:
 def require_triton_client() -> None:
     """Skip the test without tritonclient, or fail it if PREHEAT_REQUIRE_TRITON_SERVER is set."""
     if importlib.util.find_spec("tritonclient") is None:
-        reason = "tritonclient is not installed: .venv/bin/pip install --editable '.[triton]'"
-        if os.environ.get("PREHEAT_REQUIRE_TRITON_SERVER"):
-            pytest.fail(reason)
-        pytest.skip(reason)
+        skip_without("TRITON_SERVER", "tritonclient is not installed: .venv/bin/pip install --editable '.[triton]'")
 
 
 class TritonServer:
@@ -100,7 +96,7 @@ class TritonServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._loaded: list[str] = []
         self._aborted = False
-        self.http, self.grpc, self.metrics = (f"127.0.0.1:{port}" for port in _free_ports(3))
+        self.http, self.grpc, self.metrics = (f"127.0.0.1:{port}" for port in free_ports(3))
 
     def __enter__(self) -> Self:
         builder = venv.EnvBuilder(symlinks=True)
@@ -200,9 +196,3 @@ class TritonServer:
 def _address_options(address: str) -> tuple[str, str]:
     host, port = address.split(":")
     return f"address={host}", f"port={port}"
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [opened.getsockname()[1] for opened in sockets]

@@ -1,7 +1,6 @@
 """Real servers with two workers."""
 
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -9,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from engine_builder.stores.store import WritableStore
-from preheat.local_server.server import Layout, Server, with_metadata
+from preheat.local_server.server import Layout, Server
 from tests.conftest import READY_SECONDS
+from tests.support.layouts import configured
 from tests.support.processes import children_that_run
 
 STUCK_SECONDS = 6
@@ -24,16 +24,12 @@ def worker_pids(server: Server) -> list[int]:
 @contextmanager
 def started(layout: Layout, store: WritableStore, release: str, folder: Path, **settings: Any) -> Iterator[Server]:
     """Run a server with two workers, whose files are in `folder`. `settings` replace those of the deployment."""
-    root = folder / "root"
-    shutil.copytree(layout.root, root)
     # Declared secrets, as in the shipped configs: Truss's mapping cannot be sent to another process.
     config = layout.config | {"secrets": {"aws_access_key_id": None, "aws_secret_access_key": None}}
-    copied = replace(layout, root=root, app=root / "app", packages=root / "packages", config=config)
-    metadata = layout.config["model_metadata"]
     limits = {"stuck_seconds": STUCK_SECONDS, "max_queue": 16}
-    metadata = metadata | {"preheat": metadata["preheat"] | {"workers": 2, "limits": limits, **settings}}
+    own = configured(replace(layout, config=config), folder, **{"workers": 2, "limits": limits} | settings)
     environment = {"PREHEAT_STORE": store.url, "PREHEAT_RELEASE": release}
-    with Server(with_metadata(copied, metadata), environment=environment, log=folder / "server.log") as running:
+    with Server(own, environment=environment, log=folder / "server.log") as running:
         running.wait_ready(READY_SECONDS)
         yield running
 

@@ -64,6 +64,7 @@ def clock() -> Clock:
 
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
+Make = Callable[..., AdapterCatalog]
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ def run() -> Iterator[Run]:
 
 
 @pytest.fixture
-def make(store: CountingStore, clock: Clock) -> Callable[..., AdapterCatalog]:
+def make(store: CountingStore, clock: Clock) -> Make:
     def make(*patterns: str, keys: tuple[Any, ...] = (), **limits: Any) -> AdapterCatalog:
         return AdapterCatalog(store, patterns or ("*",), keys, Limits(**limits), clock)
 
@@ -85,9 +86,7 @@ def names_of(found: list[AdapterRecord]) -> list[str]:
     return [record.name for record in found]
 
 
-def test_an_added_adapter_is_found_at_its_first_request(
-    store: CountingStore, clock: Clock, make: Callable[..., AdapterCatalog], run: Run
-) -> None:
+def test_an_added_adapter_is_found_at_its_first_request(store: CountingStore, make: Make, run: Run) -> None:
     put_adapter(store, "a", 1.0)
     catalog = make()
     assert names_of(run(catalog.find(["a"]))) == ["a"]
@@ -96,9 +95,7 @@ def test_an_added_adapter_is_found_at_its_first_request(
     assert run(catalog.sizes()).keys() == {"a", "b"}
 
 
-def test_a_known_adapter_costs_no_request(
-    store: CountingStore, clock: Clock, make: Callable[..., AdapterCatalog], run: Run
-) -> None:
+def test_a_known_adapter_costs_no_request(store: CountingStore, clock: Clock, make: Make, run: Run) -> None:
     put_adapter(store, "a", 1.0)
     catalog = make()
     for _ in range(100):
@@ -109,9 +106,7 @@ def test_a_known_adapter_costs_no_request(
     assert (store.lists, store.records_read) == (2, 1)
 
 
-def test_missing_names_cost_few_requests(
-    store: CountingStore, clock: Clock, make: Callable[..., AdapterCatalog], run: Run
-) -> None:
+def test_missing_names_cost_few_requests(store: CountingStore, clock: Clock, make: Make, run: Run) -> None:
     put_adapter(store, "a", 1.0)
     catalog = make()
     for number in range(1000):
@@ -122,9 +117,7 @@ def test_missing_names_cost_few_requests(
     assert names_of(run(catalog.find(["a"]))) == ["a"]
 
 
-def test_a_removed_adapter_is_refused(
-    store: CountingStore, clock: Clock, make: Callable[..., AdapterCatalog], run: Run
-) -> None:
+def test_a_removed_adapter_is_refused(store: CountingStore, clock: Clock, make: Make, run: Run) -> None:
     put_adapter(store, "a", 1.0)
     catalog = make()
     run(catalog.find(["a"]))
@@ -137,9 +130,7 @@ def test_a_removed_adapter_is_refused(
     assert names_of(run(catalog.find(["a"]))) == ["a"]
 
 
-def test_an_adapter_removed_since_the_list_is_refused(
-    store: CountingStore, make: Callable[..., AdapterCatalog], run: Run
-) -> None:
+def test_an_adapter_removed_since_the_list_is_refused(store: CountingStore, make: Make, run: Run) -> None:
     put_adapter(store, "a", 1.0)
     put_adapter(store, "b", 1.0)
     catalog = make()
@@ -149,9 +140,7 @@ def test_an_adapter_removed_since_the_list_is_refused(
         run(catalog.find(["b"]))
 
 
-def test_a_replaced_adapter_is_refused(
-    store: CountingStore, clock: Clock, make: Callable[..., AdapterCatalog], run: Run
-) -> None:
+def test_a_replaced_adapter_is_refused(store: CountingStore, clock: Clock, make: Make, run: Run) -> None:
     """What is on the device under this name is the earlier one."""
     put_adapter(store, "a", 1.0)
     catalog = make()
@@ -163,7 +152,7 @@ def test_a_replaced_adapter_is_refused(
         run(catalog.find(["a"]))
 
 
-def test_patterns_bound_the_names(store: CountingStore, make: Callable[..., AdapterCatalog], run: Run) -> None:
+def test_patterns_bound_the_names(store: CountingStore, make: Make, run: Run) -> None:
     for name in ("style-a", "style-b", "figure"):
         put_adapter(store, name, 1.0)
     catalog = make("style-*")
@@ -176,7 +165,7 @@ def test_patterns_bound_the_names(store: CountingStore, make: Callable[..., Adap
     assert store.records_read == 0
 
 
-def test_an_unsigned_adapter_is_refused(store: CountingStore, make: Callable[..., AdapterCatalog], run: Run) -> None:
+def test_an_unsigned_adapter_is_refused(store: CountingStore, make: Make, run: Run) -> None:
     record = put_adapter(store, "a", 1.0)
     signed = sign_adapter(record.model_copy(update={"name": "b"}), KEY)
     store.write_adapter(signed)
@@ -186,9 +175,7 @@ def test_an_unsigned_adapter_is_refused(store: CountingStore, make: Callable[...
     assert names_of(run(catalog.find(["b"]))) == ["b"]
 
 
-def test_a_damaged_record_is_read_once_a_minute(
-    store: CountingStore, clock: Clock, make: Callable[..., AdapterCatalog], run: Run
-) -> None:
+def test_a_damaged_record_is_read_once_a_minute(store: CountingStore, clock: Clock, make: Make, run: Run) -> None:
     put_adapter(store, "a", 1.0)
     path = store.root / adapter_key("a")
     intact = path.read_bytes()
@@ -207,9 +194,7 @@ def test_a_damaged_record_is_read_once_a_minute(
     assert names_of(run(catalog.find(["a"]))) == ["a"]
 
 
-def test_an_unreachable_store_stops_new_adapters_only(
-    store: CountingStore, clock: Clock, make: Callable[..., AdapterCatalog], run: Run
-) -> None:
+def test_an_unreachable_store_stops_new_adapters_only(store: CountingStore, clock: Clock, make: Make, run: Run) -> None:
     put_adapter(store, "a", 1.0)
     put_adapter(store, "b", 1.0)
     catalog = make()
@@ -229,7 +214,7 @@ def test_an_unreachable_store_stops_new_adapters_only(
 def test_a_slow_list_holds_up_no_known_adapter(
     store: CountingStore,
     clock: Clock,
-    make: Callable[..., AdapterCatalog],
+    make: Make,
     run: Run,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -249,9 +234,7 @@ def test_a_slow_list_holds_up_no_known_adapter(
         run(catalog.find(["a"]))
 
 
-def test_requests_of_one_adapter_read_it_once_and_may_leave(
-    store: CountingStore, make: Callable[..., AdapterCatalog], run: Run
-) -> None:
+def test_requests_of_one_adapter_read_it_once_and_may_leave(store: CountingStore, make: Make, run: Run) -> None:
     put_adapter(store, "a", 1.0)
     catalog = make()
     store.listed.clear()
@@ -267,9 +250,7 @@ def test_requests_of_one_adapter_read_it_once_and_may_leave(
     assert (store.lists, store.records_read) == (1, 1)
 
 
-def test_a_request_waits_for_a_bounded_time(
-    store: CountingStore, make: Callable[..., AdapterCatalog], run: Run
-) -> None:
+def test_a_request_waits_for_a_bounded_time(store: CountingStore, make: Make, run: Run) -> None:
     put_adapter(store, "a", 1.0)
     catalog = make(lora_wait_seconds=0.05)
     store.listed.clear()
@@ -279,9 +260,7 @@ def test_a_request_waits_for_a_bounded_time(
     assert names_of(run(catalog.find(["a"]))) == ["a"]
 
 
-def test_new_adapters_of_a_minute_are_limited(
-    store: CountingStore, clock: Clock, make: Callable[..., AdapterCatalog], run: Run
-) -> None:
+def test_new_adapters_of_a_minute_are_limited(store: CountingStore, clock: Clock, make: Make, run: Run) -> None:
     for name in "abc":
         put_adapter(store, name, 1.0)
     catalog = make(lora_fetches_per_minute=2)

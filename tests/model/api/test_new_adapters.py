@@ -21,9 +21,9 @@ from tests.engine_builder.helpers import folder_of
 from tests.support.adapter_model import put_adapter
 from tests.support.adapters import LINEARS, module_shapes, random_deltas, write_adapter
 from tests.support.deployments import deployed, load_release
-from tests.support.images import Pixels, largest_difference, pixels
+from tests.support.images import Pixels, largest_difference
 from tests.support.in_process import serve_in_process
-from tests.support.predictions import PREDICT_PATH
+from tests.support.predictions import PREDICT_PATH, picture_of
 from tests.support.uncompiled import publish_uncompiled
 
 REQUEST = {"prompt": "a red circle", "seed": 3, "num_inference_steps": 3, "output_format": "png"}
@@ -43,9 +43,7 @@ class Served:
         return self.client.post(PREDICT_PATH, json=REQUEST | {"loras": loras} | fields)
 
     def picture(self, *names: str) -> Pixels:
-        answer = self.ask(*names)
-        assert answer.status_code == 200, answer.text
-        return pixels(answer.json()["images"][0]["data"])
+        return picture_of(self.ask(*names))
 
 
 @pytest.fixture(scope="module")

@@ -26,10 +26,8 @@ from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.images.encode import Pixels
 from model.loading.embeddings import may_differ_in_embeddings_only
-from model.loading.load import Loaded
 from model.loading.target import Target
 from model.request_fields import GenerationRequest
-from model.scheduling.scheduler import Scheduler
 from model.serving import start_server
 from model.settings import Settings
 from model.store.keys import release_key
@@ -68,9 +66,6 @@ def add(store: WritableStore, release: str, token: str, seed: int, key: Ed25519P
     path = folder_of(store) / f"{seed}.safetensors"
     save_file({name: torch.randn(2, WIDTH, generator=generator) for name in ("clip_l", "clip_g")}, path)
     return add_embeddings(store, release, {token: open_embedding([path])}, key)[0].name
-
-
-Server = tuple[list[Loaded], Scheduler]
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from preheat.local_server.demo import serving
 from preheat.local_server.server import ServerFailed
 from preheat.local_server.server_folder import FolderFailed, server_folder
 from tests.support import stub_truss
+from tests.support.ports import free_port
 from tests.support.waiting import eventually
 
 OWN_FOLDER = """
@@ -119,9 +120,7 @@ def test_two_servers_keep_their_files_and_logs(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_second_serve_command_on_a_port_is_refused(store: WritableStore, release: str) -> None:
     """The first one still answers, so it has its files."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
 
     def is_listening() -> bool:
         with socket.socket() as client:
