@@ -1,8 +1,10 @@
 """The result of a comparison of a release with diffusers or with a server (see `benchmarks.compare`)."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from benchmarks.rows import Row
+from engine_builder.quantization.validation.contact_sheet import PicturePair
 from engine_builder.quantization.validation.report import Spread, spread
 from model.images.encode import Pixels
 from model.pipeline.params import GenerationParams
@@ -55,3 +57,12 @@ class Comparison:
     variants: tuple[Variant, ...]
     unavailable: dict[str, str]
     notes: tuple[str, ...]
+
+    @cached_property
+    def pairs(self) -> list[list[PicturePair]]:
+        """By request, then by variant: thumbnails of the reference, the variant's picture and their difference."""
+        reference = self.variants[0].pictures
+        return [
+            [PicturePair.of(number, reference[number], variant.pictures[number]) for variant in self.variants]
+            for number in range(len(self.requests))
+        ]

@@ -1,19 +1,17 @@
 """The report of a comparison: a table for a console, a page, a contact sheet and JSON."""
 
-import json
-import math
 import textwrap
 from collections.abc import Iterator
 from html import escape
 from typing import Any
 
+from pydantic_core import to_json as to_json_bytes
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from benchmarks.compare import FIELDS, RELEASE
 from benchmarks.comparison import Comparison, Variant
-from engine_builder.quantization.validation.contact_sheet import AMPLIFICATION, Cell, PicturePair, draw_cells
-from engine_builder.quantization.validation.report import Spread
+from engine_builder.quantization.validation.contact_sheet import AMPLIFICATION, Cell, draw_cells
 from model.denoising.forecast import evaluation_count
 from model.images.encode import Pixels, encode_base64
 from model.pipeline.params import GenerationParams
@@ -75,17 +73,16 @@ def to_json(comparison: Comparison, per_hour: float | None = None) -> bytes:
         "variants": [_entries(variant, per_hour) for variant in comparison.variants],
         "unavailable": comparison.unavailable,
     }
-    return json.dumps(report, indent=1, allow_nan=False).encode()
+    return to_json_bytes(report, indent=1, inf_nan_mode="strings")
 
 
 def contact_sheet(comparison: Comparison) -> bytes:
     """Return a PNG with a column for each variant: the pictures of a request, and below their differences."""
     cells = []
     reference = comparison.variants[0]
-    for number, params in enumerate(comparison.requests):
+    for number, (params, pairs) in enumerate(zip(comparison.requests, comparison.pairs, strict=True)):
         differences = []
-        for variant in comparison.variants:
-            pair = _pair(reference, variant, number)
+        for variant, pair in zip(comparison.variants, pairs, strict=True):
             distances = "the reference" if variant is reference else _distances(*variant.distances[number])
             cells.append(Cell([pair.quantized], (variant.name, distances)))
             lines = _in_two_lines(params.prompt) if variant is reference else (f"{AMPLIFICATION} x difference", "")
@@ -155,11 +152,10 @@ def _number(value: float | None, form: str) -> str:
 def _entries(variant: Variant, per_hour: float | None) -> dict[str, Any]:
     return {
         "name": variant.name,
-        "psnr_decibels": _spread(variant.psnr_decibels),
-        "perceptual_distance": _spread(variant.perceptual_distance),
+        "psnr_decibels": variant.psnr_decibels,
+        "perceptual_distance": variant.perceptual_distance,
         "pictures": [
-            {"psnr_decibels": _finite(decibels), "perceptual_distance": distance}
-            for decibels, distance in variant.distances
+            {"psnr_decibels": decibels, "perceptual_distance": distance} for decibels, distance in variant.distances
         ],
         "seconds": variant.seconds,
         "images_per_second": 1 / variant.seconds,
@@ -169,14 +165,6 @@ def _entries(variant: Variant, per_hour: float | None) -> dict[str, Any]:
         "cost_of_1000": None if per_hour is None else variant.cost_of_1000(per_hour),
         "row": variant.row.to_dict(),
     }
-
-
-def _spread(spread: Spread) -> dict[str, Any]:
-    return {"median": _finite(spread.median), "worst": _finite(spread.worst)}
-
-
-def _finite(value: float) -> float | str:
-    return value if math.isfinite(value) else "Infinity"
 
 
 def _settings(params: GenerationParams) -> str:
@@ -189,10 +177,6 @@ def _distances(decibels: float, distance: float) -> str:
 
 
 # -- pictures --------------------------------------------------------------------------------------------------------
-
-
-def _pair(reference: Variant, variant: Variant, number: int) -> PicturePair:
-    return PicturePair.of(number, reference.pictures[number], variant.pictures[number])
 
 
 def _in_two_lines(text: str) -> tuple[str, str]:
@@ -212,16 +196,15 @@ def _unavailable_row(name: str, reason: str, per_hour: float | None) -> str:
 def _picture_rows(comparison: Comparison) -> Iterator[str]:
     """Yield two rows for each request: its prompt, and a picture of each variant above the difference."""
     reference = comparison.variants[0]
-    for number, params in enumerate(comparison.requests):
+    for number, (params, pairs) in enumerate(zip(comparison.requests, comparison.pairs, strict=True)):
         prompt = f"{escape(params.prompt)} <small>{escape(_settings(params))}, seed {params.seed}</small>"
         yield f'<tr><th class="request" colspan="{len(comparison.variants)}">{prompt}</th></tr>'
         cells = []
-        for variant in comparison.variants:
+        for variant, pair in zip(comparison.variants, pairs, strict=True):
             cell = _image(variant.pictures[number], "jpeg", variant.name)
             if variant is not reference:
-                difference = _pair(reference, variant, number).difference
                 cell += f"{_distances(*variant.distances[number])}"
-                cell += _image(difference, "png", "difference", 'class="difference"')
+                cell += _image(pair.difference, "png", "difference", 'class="difference"')
                 cell += f"<small>{AMPLIFICATION} times the difference</small>"
             cells.append(cell)
         yield _row("td", cells)

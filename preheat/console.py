@@ -3,7 +3,7 @@
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from engine_builder.files import make_folder, write_file
 from engine_builder.stores.store import WritableStore, check_local_folder, open_writable_store
 from model.settings import STORE_SETTINGS, read_settings
 from model.store.options import expand_cache_folder
@@ -203,6 +204,14 @@ def is_number(text: str) -> bool:
 def say(markup: str) -> None:
     """Print lines that the terminal wraps, so that nothing of them is cut off: people copy names and paths."""
     console.print(markup, soft_wrap=True)
+
+
+def save_report(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write files into a folder, and print its path and their names. Raises NotWritable."""
+    make_folder(folder)
+    for name, content in files.items():
+        write_file(folder / name, content)
+    say(f"[bold]{plain(folder.resolve())}[/]  {', '.join(files)}")
 
 
 def plain(text: object) -> str:

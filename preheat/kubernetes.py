@@ -15,10 +15,12 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from engine_builder.releases.deployment import PLACEHOLDER_STORES
+from engine_builder.files import read_file
+from engine_builder.releases.deployment import PLACEHOLDER_STORES, read_preheat_settings
 from engine_builder.truss_config import read_truss_config
+from gateway.endpoint import READY_PATH
 from model.errors import PreheatError
-from model.settings import Settings, read_settings
+from model.settings import Settings
 from model.store.keys import is_release_name
 from model.store.store import local_store_folder
 from model.validation import StrictModel, explain
@@ -26,7 +28,6 @@ from preheat.local_server.demo import release_variables
 
 Manifest = dict[str, Any]
 PORT = 8080
-READY_PATH = "/v1/models/model"
 USER = 60000  # the user `app` of Truss's images
 METRIC = "preheat_images_in_flight"  # deploy/prometheus-adapter.yaml computes it
 DRAIN_SECONDS = 5  # from the removal of a pod from the Service until SIGTERM: the nodes update their routes
@@ -67,7 +68,7 @@ class Pods:
     config: Any
     """The TrussConfig."""
     settings: Settings
-    """Those of the config, with the store and releases that are deployed."""
+    """The settings of the config, with the store and releases that are deployed."""
     autoscaling: Autoscaling
     cache: Mapping[str, Any]
     """The volume of fetched blobs."""
@@ -122,10 +123,9 @@ def read_pods(
         if not is_release_name(release.removesuffix("*") + "1" if release.endswith("/*") else release):
             raise KubernetesOptionError(f"{release[:80]!r} is not a release.", "Give MODEL/VERSION, or MODEL/*.")
     truss_config = read_truss_config(config)
-    section = (truss_config.model_metadata or {}).get("preheat")
     environment = truss_config.environment_variables or {}
-    variables = {**environment, **release_variables(store or environment.get("PREHEAT_STORE", ""), releases)}
-    settings = read_settings(section if section is not None else {}, environment=variables)
+    variables = release_variables(store or environment.get("PREHEAT_STORE", ""), releases)
+    settings = read_preheat_settings(truss_config, variables)
     _check_store(settings.required("store"), store_claim)
     if math.isinf(settings.grace_seconds):
         raise KubernetesOptionError("grace_seconds is infinite, and a pod has a finite grace period.", "Set a number.")
@@ -172,7 +172,7 @@ def _check_store(store: str, claim: str | None) -> None:
 
 def _read_autoscaling(path: Path) -> Autoscaling:
     try:
-        return Autoscaling.model_validate(json.loads(path.read_bytes()))
+        return Autoscaling.model_validate(json.loads(read_file(path)))
     except OSError as error:
         reason = str(error.strerror)
     except ValidationError as error:

@@ -6,16 +6,18 @@ us-east-1, as by a replica. Credentials of the store and the cache of its blobs 
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from engine_builder.releases.mounts import Mount, files_of, find_mount
 from engine_builder.releases.runnable_targets import find_pinned_version, list_runnable_targets
 from engine_builder.truss_config import read_truss_config
-from model.deployment import Deployment, fits_pattern, resolve_releases
+from model.deployment import Deployment, ServedAdapters, fits_pattern, resolve_releases
 from model.engines.tensorrt.libraries import LIBRARIES
 from model.errors import AdapterError, ConfigError, PreheatError, StoreError, UntrustedRelease
 from model.loading.alike import check_alike
@@ -68,7 +70,7 @@ def check_deployment(path: Path, store: str | None = None, releases: Sequence[st
     config = check.attempt(lambda: _read_config(path))
     if config is None:
         return check
-    settings = check.attempt(lambda: _read_settings(config))
+    settings = check.attempt(lambda: read_preheat_settings(config))
     if settings is None:
         return check
     own_store = settings.store
@@ -110,6 +112,7 @@ def _check_selections(
     selections: list[Selection] = []
     described: list[str] = []
     files: dict[str, None] = {}
+    offered = check.attempt(lambda: _read_offered(check, settings)) or []
     for manifest in manifests:
         deployment = Deployment.of(settings).alone(manifest.name)
         selection = check.attempt(partial(_select, manifest, config, torch, deployment))
@@ -118,7 +121,7 @@ def _check_selections(
         selections.append(selection)
         check.warnings += _small_batches(selection, settings)
         served = check.attempt(partial(served_model, selection, deployment))
-        adapters = check.attempt(partial(_check_adapters, check, settings, deployment, selection)) or []
+        adapters = check.attempt(partial(_check_adapters, check, settings, deployment, selection, offered)) or []
         files |= dict.fromkeys(files_of(manifest, adapters, selection.blobs()))
         if served is not None:
             described += _describe(selection, served, settings)
@@ -146,9 +149,14 @@ def _read_config(path: Path) -> Any:
     return config
 
 
-def _read_settings(config: Any) -> Settings:
+def read_preheat_settings(config: Any, variables: Mapping[str, str] = MappingProxyType({})) -> Settings:
+    """Return the settings that a server of a TrussConfig would have. Raises ConfigError.
+
+    variables: replace environment variables of the config.
+    """
     section = (config.model_metadata or {}).get("preheat")
-    return read_settings(section if section is not None else {}, environment=config.environment_variables or {})
+    environment = {**(config.environment_variables or {}), **variables}
+    return read_settings(section if section is not None else {}, environment=environment)
 
 
 def _read_releases(settings: Settings, is_own_store: bool) -> list[Manifest]:
@@ -209,12 +217,40 @@ def _open_store(settings: Settings) -> Store:
     return open_store(settings.store, options)
 
 
+def _read_offered(check: DeploymentCheck, settings: Settings) -> list[AdapterRecord]:
+    """Read the adapters that fit a pattern of the config. Adds a warning for each that a server would refuse."""
+    adapters, records = ServedAdapters(tuple(settings.loras)), []
+    if not adapters.patterns:
+        return []
+    store = _open_store(settings)
+    for name in store.adapters():
+        if name not in adapters.fixed and fits_pattern(name, adapters.patterns):
+            with _warning_of(check, name):
+                record = store.read_adapter(name)
+                check_signature(record, settings.public_key)
+                records.append(record)
+    return records
+
+
+@contextmanager
+def _warning_of(check: DeploymentCheck, adapter: str) -> Iterator[None]:
+    """Turn an error of an adapter into a warning."""
+    try:
+        yield
+    except (AdapterError, UntrustedRelease) as error:
+        check.warnings.append(f"Requests for adapter {adapter} would be refused. {error.args[0]}")
+
+
 def _check_adapters(
-    check: DeploymentCheck, settings: Settings, deployment: Deployment, selection: Selection
+    check: DeploymentCheck,
+    settings: Settings,
+    deployment: Deployment,
+    selection: Selection,
+    offered: Sequence[AdapterRecord],
 ) -> Sequence[AdapterRecord]:
     """Return the adapters that requests could name now. Raises what the load of a server would raise for them.
 
-    Those that fit a pattern and cannot be used are warnings.
+    An offered adapter, which no load reads, is left out with a warning if it does not fit the release.
     """
     if not settings.loras:
         return ()
@@ -224,20 +260,13 @@ def _check_adapters(
 
     store = _open_store(settings)
     records = read_adapters(store, deployment, selection)
-    layers = release_layers(store, selection.manifest)
+    layers, release = release_layers(store, selection.manifest), f"release {selection.manifest.name}"
     for record in records:
-        check_fit(record, layers, f"release {selection.manifest.name}")
-    adapters = deployment.adapters
-    for name in store.adapters() if adapters.patterns else ():
-        if name not in adapters.fixed and fits_pattern(name, adapters.patterns):
-            try:
-                record = store.read_adapter(name)
-                check_signature(record, deployment.public_keys)
-                check_fit(record, layers, f"release {selection.manifest.name}")
-            except (AdapterError, UntrustedRelease) as error:
-                check.warnings.append(f"Requests for adapter {name} would be refused. {error.args[0]}")
-            else:
-                records.append(record)
+        check_fit(record, layers, release)
+    for record in offered:
+        with _warning_of(check, record.name):
+            check_fit(record, layers, release)
+            records.append(record)
     return records
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from engine_builder.files import check_folder, make_folder, write_file
+from engine_builder.files import check_folder
 from model.store.precision import FP8, FP32, INT8, Precision
 from model.validation import MAX_GUIDANCE, MAX_STEPS
 from preheat.commands.calibrate import (
@@ -33,6 +33,7 @@ from preheat.console import (
     console,
     open_cli_store,
     plain,
+    save_report,
 )
 
 
@@ -129,10 +130,7 @@ def check_fp8(
     for component, layers in check.layers.items():
         console.print(f"{component}: {len(layers)} layers in {quantized.upper()}")
     if out is not None:
-        make_folder(out)
-        write_file(out / "report.json", report.model_dump_json(indent=1).encode())
-        write_file(out / "pairs.png", pictures)
-        console.print(f"[bold]{plain(out.resolve())}[/]  report.json, pairs.png")
+        save_report(out, {"report.json": report.model_dump_json(indent=1).encode(), "pairs.png": pictures})
     console.print(
         f"Compared in {time.perf_counter() - started:.0f} s, stored as validation "
         f"{report.identity['quantization'][:12]}: {plain(opened.url)}"

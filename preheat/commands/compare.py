@@ -11,9 +11,10 @@ import typer
 from pydantic import ValidationError
 
 from engine_builder.error_text import cause_of
-from engine_builder.files import NotWritable, check_folder, make_folder, read_file, write_file
+from engine_builder.files import NotWritable, check_folder, read_file
 from engine_builder.stores.store import WritableStore
 from gateway.endpoint import Endpoint, parse_endpoint
+from model.deployment import version_number
 from model.errors import PreheatError, ReleaseNotFound
 from model.validation import MAX_STEPS
 from preheat.commands.build_arguments import default_name
@@ -30,6 +31,7 @@ from preheat.console import (
     plain,
     print_warning,
     progress_console,
+    save_report,
     say,
 )
 
@@ -118,27 +120,22 @@ def compare(
         say(f"Not measured: {plain(variant)}. {plain(reason)}")
     for line in compare_report.facts(comparison):
         say(plain(line))
-    make_folder(folder)
     contents = (
         compare_report.to_html(comparison, per_hour).encode(),
         compare_report.contact_sheet(comparison),
         compare_report.to_json(comparison, per_hour),
     )
-    for file, content in zip(FILES, contents, strict=True):
-        write_file(folder / file, content)
-    say(f"[bold]{plain(folder.resolve())}[/]  {', '.join(FILES)}")
+    save_report(folder, dict(zip(FILES, contents, strict=True)))
 
 
 def find_newest(store: WritableStore, model: str) -> str:
     """Return the release of a model with the highest number. Raises ReleaseNotFound."""
     name = default_name(model)
-    versions = [release.rpartition("/")[2] for release in store.releases(name)]
-    if numbers := [version for version in versions if version.isdigit()]:
-        return f"{name}/{max(numbers, key=int)}"
-    if versions:
-        raise ReleaseNotFound(
-            f"{store.url} has no numbered release of {name}.", f"Name one with --release: {name}/{versions[0]}."
-        )
+    *_, newest = ["", *sorted(store.releases(name), key=version_number)]
+    if newest and version_number(newest) >= 0:
+        return newest
+    if newest:
+        raise ReleaseNotFound(f"{store.url} has no numbered release of {name}.", f"Name one with --release: {newest}.")
     raise ReleaseNotFound(
         f"{store.url} has no release of {name}.",
         f"Run `preheat build {shlex.quote(model)} --store {store.url}` and `preheat publish {name} --store "

@@ -49,10 +49,6 @@ def kubernetes(
 
     from preheat.kubernetes import manifests, read_pods
 
-    class Dumper(yaml.SafeDumper):
-        def ignore_aliases(self, _: object) -> bool:
-            return True
-
     pods = read_pods(
         releases,
         namespace,
@@ -70,4 +66,4 @@ def kubernetes(
     if secrets := sorted(pods.config.secrets or {}):
         literals = " ".join(f"--from-literal={secret}=..." for secret in secrets)
         header += _ABOUT_SECRETS.format(name=name, namespace=namespace, literals=literals)
-    print(header + yaml.dump_all(manifests(pods), Dumper=Dumper, sort_keys=False), end="")
+    print(header + yaml.safe_dump_all(manifests(pods), sort_keys=False), end="")

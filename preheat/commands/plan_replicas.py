@@ -67,14 +67,8 @@ def plan_replicas(
     ] = None,
 ) -> None:
     """Simulate the autoscaler under a traffic, and recommend the cheapest setting that meets the p99."""
-    for option, value in (
-        ("--cold-start", cold_start),
-        ("--p99", p99),
-        ("--hours", hours),
-        ("--per-hour", per_hour or 0),
-    ):
-        if not math.isfinite(value):
-            raise typer.BadParameter(f"{value} is not a finite number", param_hint=option)
+    if not math.isfinite(p99):  # typer refuses NaN for options with a range
+        raise typer.BadParameter(f"{p99} is not a finite number", param_hint="--p99")
     for path in filter(None, (out, plot_file)):
         check_writable(path)
     if measured is not None and curve is None:
@@ -99,25 +93,24 @@ def plan_replicas(
     simulated = ((setting, simulate(requests, server, setting)) for setting in settings)
     results = list(tracked(simulated, len(settings), "Simulating settings"))
     best = recommend(results, p99)
-    table = Table()
+    price = [] if per_hour is None else ["1,000 images"]
+    table = Table(
+        "min", "utilization", "delay s", "p50 s", "p99 s", "refused", "GPU-hours", *price, "most replicas", ""
+    )
     for setting, result in sorted(results, key=lambda pair: pair[1].gpu_hours):
-        cells = {
-            "min": str(setting.min_replica),
-            "utilization": f"{setting.target_utilization_percentage:g} %",
-            "delay s": f"{setting.scale_down_delay:g}",
-            "p50 s": f"{result.latency(0.5):.2f}",
-            "p99 s": f"{result.latency(0.99):.2f}",
-            "refused": f"{result.refused_share:.2%}",
-            "GPU-hours": f"{result.gpu_hours:.1f}",
-        }
-        if per_hour is not None:
-            cells["1,000 images"] = f"{1000 * per_hour * result.gpu_hours / max(1, len(result.latencies)):.2f}"
-        cells["most replicas"] = str(max(count for _, count in result.replicas))
-        cells[""] = "recommended" if best is not None and result is best[1] else ""
-        if not table.columns:
-            for name in cells:
-                table.add_column(name)
-        table.add_row(*cells.values())
+        images = max(1, len(result.latencies))
+        table.add_row(
+            str(setting.min_replica),
+            f"{setting.target_utilization_percentage:g} %",
+            f"{setting.scale_down_delay:g}",
+            f"{result.latency(0.5):.2f}",
+            f"{result.latency(0.99):.2f}",
+            f"{result.refused_share:.2%}",
+            f"{result.gpu_hours:.1f}",
+            *([] if per_hour is None else [f"{1000 * per_hour * result.gpu_hours / images:.2f}"]),
+            str(max(count for _, count in result.replicas)),
+            "recommended" if best is not None and result is best[1] else "",
+        )
     console.print(table)
     if best is None:
         console.print(

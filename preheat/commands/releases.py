@@ -27,6 +27,7 @@ from preheat.console import (
     meter,
     open_cli_store,
     plain,
+    save_report,
     say,
     tracked,
 )
@@ -150,7 +151,7 @@ def releases(
 
 def _show_validation(store: Store, name: str, out: Path | None) -> None:
     """Print the report of a release's validation, and write its files into a folder."""
-    from engine_builder.files import check_folder, make_folder, write_file
+    from engine_builder.files import check_folder
     from engine_builder.quantization.validation.report import describe
     from engine_builder.quantization.validation.stored import read_report
 
@@ -165,10 +166,7 @@ def _show_validation(store: Store, name: str, out: Path | None) -> None:
     console.print(describe(report))
     _print_accepted(manifest)
     if out is not None:
-        make_folder(out)
-        for file, blob in files.items():
-            write_file(out / file, store.get(blob.sha256, blob.bytes).read_bytes())
-        say(f"[bold]{plain(out.resolve())}[/]  {', '.join(files)}")
+        save_report(out, {file: store.get(blob.sha256, blob.bytes).read_bytes() for file, blob in files.items()})
 
 
 def _read_each(read: Callable[[str], Entry], names: list[str], is_requested: bool = False) -> list[Entry]:

@@ -1,6 +1,7 @@
 """`preheat kubernetes`: valid manifests with the values of the config, and refusals of what cannot be deployed."""
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,16 @@ CONFIGS = [REPOSITORY / "config.yaml", *sorted((REPOSITORY / "truss" / "configs"
 L4 = REPOSITORY / "truss" / "configs" / "l4.yaml"
 IMAGE = "registry.example/preheat:1"
 VERSIONS = ("1.25", "1.37")  # of Kubernetes: the oldest and the newest with schemas in kubernetes-validate
-OPTIONS = {
-    "node cache": ["--cache", "node:/var/lib/preheat"],
-    "claim": ["--cache", "claim:blobs", "--node-label", "nvidia.com/gpu.product=NVIDIA-L4"],
-    "mounted store": ["--store", "file:///srv/store", "--store-claim", "models"],
-    "other names": ["--name", "images-2"],
+OPTIONS: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "none": ([], {"emptyDir": {}}),
+    "node cache": (
+        ["--cache", "node:/var/lib/preheat"],
+        {"hostPath": {"path": "/var/lib/preheat", "type": "DirectoryOrCreate"}},
+    ),
+    "claim": (["--cache", "claim:blobs"], {"persistentVolumeClaim": {"claimName": "blobs"}}),
+    "other names": (["--name", "images-2"], {"emptyDir": {}}),
 }
+"""Options, and the volume of the cache that they ask for."""
 
 
 def run(*options: str, releases: tuple[str, ...] = ("sdxl/1",)) -> tuple[int, str]:
@@ -64,19 +69,31 @@ def test_every_config_has_valid_manifests(config: Path) -> None:
     assert [*printed] == ["Service", "Deployment", "PodDisruptionBudget", "HorizontalPodAutoscaler"]
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_every_option_has_valid_manifests(options: list[str]) -> None:
+@pytest.mark.parametrize(("options", "cache"), OPTIONS.values(), ids=OPTIONS)
+def test_every_option_has_valid_manifests(options: list[str], cache: dict[str, Any]) -> None:
     printed = manifests(*options)
     labels = printed["Deployment"]["spec"]["template"]["metadata"]["labels"]
     for manifest in printed.values():
-        name = options[1] if options[0] == "--name" else "preheat"
+        name = options[1] if "--name" in options else "preheat"
         assert (manifest["metadata"]["name"], manifest["metadata"]["namespace"]) == (name, "images")
     selectors = [printed[kind]["spec"]["selector"]["matchLabels"] for kind in ("Deployment", "PodDisruptionBudget")]
     assert [*selectors, printed["Service"]["spec"]["selector"]] == [labels] * 3
     pod = pod_of(printed)
+    assert {"name": "cache", **cache} in pod["volumes"]
     volumes = {volume["name"] for volume in pod["volumes"]}
     for container in (*pod.get("initContainers", ()), *pod["containers"]):
         assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+
+
+def test_pods_have_the_store_and_the_nodes_that_are_named() -> None:
+    options = ["--store", "file:///srv/store", "--store-claim", "models", "--node-label", "nvidia.com/gpu.product=L4"]
+    pod = pod_of(manifests(*options))
+    claim = {"claimName": "models", "readOnly": True}
+    assert {"name": "store", "persistentVolumeClaim": claim} in pod["volumes"]
+    mount = {"name": "store", "mountPath": "/srv/store", "readOnly": True}
+    assert mount in pod["containers"][0]["volumeMounts"]
+    assert pod["nodeSelector"] == {"nvidia.com/gpu.product": "L4"}
+    assert "nodeSelector" not in pod_of(manifests())
 
 
 def test_validation_finds_a_wrong_field() -> None:
@@ -135,6 +152,7 @@ def test_pods_have_no_rights() -> None:
     assert container["securityContext"] == {
         "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]},
     }  # fmt: skip
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     assert "initContainers" not in pod and all("hostPath" not in volume for volume in pod["volumes"])
     [owner] = pod_of(manifests("--cache", "node:/var/lib/preheat"))["initContainers"]
     assert owner["command"] == ["chown", "60000:60000", "/cache"]
@@ -221,3 +239,11 @@ def test_names_the_wrong_autoscaling_setting(tmp_path: Path) -> None:
     path.write_text(json.dumps(settings | {"max_replica": "8"}))
     status, output = run("--autoscaling", str(path))
     assert status == 1 and 'max_replica: got "8", expected an integer' in output
+
+
+def test_a_pipe_is_no_autoscaling_file(tmp_path: Path) -> None:
+    """Nobody writes into it, so a read would not end."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    status, output = run("--autoscaling", str(pipe))
+    assert status == 1 and "pipe has no autoscaling settings: " in output

@@ -23,7 +23,7 @@ SEED = 20
 ENDLESS_FILE = "/dev/zero"  # the one process limits its memory, a process of its own does not
 SHORT_COMMANDS = ("generate", "releases")  # of the fast ones, in `make test`
 FAST_COMMANDS = (*SHORT_COMMANDS, "keygen", "publish", "add-embedding", "add-lora", "verify", "copy", "gc", "save")
-FAST_COMMANDS += ("remove-lora", "plan-replicas", "serve", "gateway")
+FAST_COMMANDS += ("remove-lora", "plan-replicas", "serve", "gateway", "kubernetes")
 Values = Sequence[str]
 
 
@@ -36,6 +36,7 @@ def odd_values(files: OddFiles) -> dict[str, Values]:
             ("--out", "--plot", "--previews", "--cache-dir", "--policy", "--thresholds", "--prompts"), paths
         ),
         **dict.fromkeys(("--key-file", "--history", "--image-encoder"), paths),
+        "--autoscaling": inputs,
         **dict.fromkeys(("--image", "--mask", "--load", "load --out", "--requests"), inputs),
     }
     return files_of | {
@@ -84,6 +85,7 @@ def odd_arguments(files: OddFiles) -> dict[str, tuple[Values, ...]]:
         "keygen": ([*paths, *TEXTS],),
         "request": (inputs,),
         "plan-replicas": (traffic,),
+        "kubernetes": (NAMES,),
     }
 
 
@@ -94,6 +96,7 @@ DEFAULTS: dict[str, dict[str, str]] = {
     "triton-client": {"--address": "127.0.0.1:9"},
     "plan-replicas": {"--cold-start": "30", "--p99": "1", "--hours": "0.02", "--curve": "1:0.1"},
     "gateway": {"--key-file": "missing"},
+    "kubernetes": {"--namespace": "n", "--image": "i", "--store": "s3://models"},
     "bench multi-gpu": {"--gpus": "1"},
     "demo": MISSING,
     "playground": MISSING,
