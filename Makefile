@@ -94,6 +94,7 @@ test-load: $(READY)
 
 # Measures the curve of docs/scaling.md again, then runs the load tests.
 load: $(READY)
+	rm -f docs/benchmarks/cpu-load.json
 	$(BIN)/preheat load $(RELEASE) --out docs/benchmarks/cpu-load.json --plot docs/pictures/cpu-load.png
 	$(MAKE) test-load
 

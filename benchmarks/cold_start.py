@@ -25,7 +25,7 @@ from model.store.options import StoreOptions
 from model.store.s3 import split_url
 from model.store.s3_client import connect
 from preheat.local_server.client import generate
-from preheat.local_server.demo import cold_start_phases
+from preheat.local_server.demo import cold_start_phases, release_variables
 from preheat.local_server.server import Layout, Server
 
 _CONCURRENT_PHASES = ("stream", "libraries")  # left out of the sum of the phases, which they overlap with
@@ -52,21 +52,21 @@ class MeasuredStart:
 
 @dataclass(frozen=True)
 class StartCase:
-    """A server image and a store to start it from. `name` identifies it in a report."""
+    """A server image, and the store and the releases that it serves. `name` identifies it in a report."""
 
     name: str
     layout: Layout
     store: str
+    releases: tuple[str, ...]
 
 
-def measure_start(case: StartCase, release: str, request: dict[str, Any], work_folder: Path) -> MeasuredStart:
+def measure_start(case: StartCase, request: dict[str, Any], work_folder: Path) -> MeasuredStart:
     """Start a server, send a request to it, and stop it. Raises ServerFailed or CallFailed.
 
     `work_folder`: the folder of the server's cache, which is deleted afterwards.
     """
     with tempfile.TemporaryDirectory(prefix="cache-", dir=work_folder, ignore_cleanup_errors=True) as cache:
-        environment = {"PREHEAT_STORE": case.store, "PREHEAT_RELEASE": release, "PREHEAT_RELEASES": ""}
-        environment["PREHEAT_CACHE_DIR"] = cache
+        environment = {**release_variables(case.store, case.releases), "PREHEAT_CACHE_DIR": cache}
         began = time.perf_counter()
         with Server(case.layout, environment=environment) as server:
             server.wait_ready(_TIMEOUT_SECONDS)
@@ -98,12 +98,11 @@ def split_phases(measured: Mapping[str, float], request_seconds: float) -> tuple
 
 def bench_cold_starts(
     cases: Sequence[StartCase],
-    release: str,
     request: dict[str, Any],
     runs: int,
     work_folder: Path,
     report: Callable[[StartCase, int, MeasuredStart], None],
-    measure: Callable[[StartCase, str, dict[str, Any], Path], MeasuredStart] = measure_start,
+    measure: Callable[[StartCase, dict[str, Any], Path], MeasuredStart] = measure_start,
 ) -> list[list[MeasuredStart]]:
     """Start each case `runs` times, after one start that is not counted. Returns the counted starts by case.
 
@@ -113,7 +112,7 @@ def bench_cold_starts(
     counted_starts: list[list[MeasuredStart]] = [[] for _ in cases]
     for number in range(runs + 1):
         for case, starts_of_case in zip(cases, counted_starts, strict=True):
-            start = measure(case, release, request, work_folder)
+            start = measure(case, request, work_folder)
             report(case, number, start)
             if number > 0:
                 starts_of_case.append(start)
@@ -135,12 +134,19 @@ def cold_start_row(name: str, release: str, starts: Sequence[MeasuredStart], pre
 
 
 def describe_ratio(starts: Sequence[MeasuredStart], others: Sequence[MeasuredStart]) -> str:
-    """Return the ratio of the medians of the first image, and the quartiles of the ratios of pairs in turns."""
-    times, other_times = ([start.first_image_seconds for start in one] for one in (starts, others))
-    pairs = [time / other for time, other in zip(times, other_times, strict=True)]
-    low, _, high = statistics.quantiles(pairs, n=4, method="inclusive") if len(pairs) > 1 else pairs * 3
-    ratio = statistics.median(times) / statistics.median(other_times)
-    return f"{ratio:.3f} ({len(pairs)} pairs, {low:.3f} to {high:.3f}) times the seconds to the first image"
+    """Return the ratios of the medians until a server is ready and to the first image.
+
+    With the quartiles of the ratios of pairs in turns.
+    """
+
+    def ratio(seconds: Sequence[float], other_seconds: Sequence[float]) -> str:
+        pairs = [one / other for one, other in zip(seconds, other_seconds, strict=True)]
+        low, _, high = statistics.quantiles(pairs, n=4, method="inclusive") if len(pairs) > 1 else pairs * 3
+        return f"{statistics.median(seconds) / statistics.median(other_seconds):.3f} ({low:.3f} to {high:.3f})"
+
+    ready = ratio([start.ready_seconds for start in starts], [start.ready_seconds for start in others])
+    first = ratio([start.first_image_seconds for start in starts], [start.first_image_seconds for start in others])
+    return f"{ready} times the seconds until ready, {first} times those to the first image"
 
 
 def read_row(

@@ -2,11 +2,12 @@
 
     python -m benchmarks.full_size WORK [--only images --only controls ...] [--jobs 8]
 
-Takes some 40 minutes on an H100 with 16 cores, most of it for compiling (an estimate). With --gpus one image is also
-measured on several GPUs: with two in halves of guidance and in two bands, with more in halves of two bands or more
-images. WORK/rows/NAME.json has the rows of each measurement, WORK/logs/ the output of each command. A command that has
-succeeded is not run again, so the same call continues after an interruption. A failed command ends with its last lines,
-and what does not need it goes on.
+Takes some 40 minutes on an H100 with 16 cores without `load`, `load-fp8` and `releases`, most of it for compiling (an
+estimate). These three measure the Truss server, with one release in fp16 and in FP8, and with three releases in two
+slots. With --gpus one image is also measured on several GPUs: with two in halves of guidance and in two bands, with
+more in halves of two bands or more images. WORK/rows/NAME.json has the rows of each measurement, WORK/logs/ the output
+of each command. A command that has succeeded is not run again, so the same call continues after an interruption. A
+failed command ends with its last lines, and what does not need it goes on.
 """
 
 import argparse
@@ -24,6 +25,8 @@ Command = tuple[str, ...]
 _LAST_LINES = 15  # of a failed command
 _CLI = "preheat"
 _BENCHMARKS = "benchmarks"
+_DATA = Path(__file__).resolve().parents[1] / "data"
+_CONFIG = _DATA.parent / "truss" / "configs" / "h200.yaml"
 _RANDOM = "engine_builder.checkpoints.random_models"
 
 
@@ -36,55 +39,127 @@ class Work:
     needs: tuple[str, ...] = ()
 
 
-def plan(options: argparse.Namespace) -> tuple[list[Work], list[Work]]:
-    """Return the releases to prepare, and the measurements, which use one release each. `options`: of `main`."""
-    folder, size = options.work.absolute(), options.size
-    store, sdxl, sd, adapter = (str(folder / name) for name in ("store", "sdxl", "sd", "ip-adapter"))
-    nets = {kind: str(folder / f"controlnet-{kind}") for kind in ("full", "small")}
-    controlnets = [part for kind, path in nets.items() for part in ("--controlnet", f"{kind}={path}")]
+Plan = tuple[list[Work], list[Work]]
+"""Releases to prepare, and the measurements, which use one release each."""
 
-    def make(model: str, path: str, *arguments: str) -> Command:
+
+class _Commands:
+    """The commands of a plan, with the paths and the numbers of the options of `main`."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.folder: Path = options.work.absolute()
+        self.sdxl = self.path("sdxl")
+        self.store = ("--store", self.path("store"))
+        self.counts = ("--steps", str(options.steps), "--runs", str(options.runs))
+
+    def path(self, name: str) -> str:
+        return str(self.folder / name)
+
+    def rows(self, name: str) -> Command:
+        return ("--out", str(self.folder / "rows" / f"{name}.json"))
+
+    def make(self, model: str, path: str, *arguments: str) -> Command:
         return (_RANDOM, model, path, *arguments)
 
-    def release(model: str, name: str, sizes: Sequence[str], *arguments: str) -> tuple[Command, ...]:
+    def release(self, model: str, name: str, sizes: Sequence[str], *arguments: str) -> tuple[Command, ...]:
         sized = [part for each in sizes for part in ("--size", each)]
-        build = ("build", model, "--name", name, "--store", store, "--no-refiner", "--jobs", str(options.jobs))
-        return (_CLI, *build, *sized, *arguments), (_CLI, "publish", f"{name}/1", "--store", store)
+        build = ("build", model, "--name", name, *self.store, "--no-refiner", "--jobs", str(self.options.jobs))
+        return (_CLI, *build, *sized, *arguments), (_CLI, "publish", f"{name}/1", *self.store)
 
-    def measurement(name: str, needs: str, module: Command, *arguments: str) -> Work:
-        rows = str(folder / "rows" / f"{name}.json")
-        command = (f"{_BENCHMARKS}.{module[0]}", *module[1:], store, f"{needs}/1", "--out", rows, *arguments)
-        return Work(name, (command,), (needs,))
+    def measurement(self, name: str, needs: str, module: Command, *arguments: str) -> Work:
+        named = (*module[1:], self.path("store"), f"{needs}/1")
+        return Work(name, ((f"{_BENCHMARKS}.{module[0]}", *named, *self.rows(name), *arguments),), (needs,))
 
-    base, sizes, sd_size = ("sdxl-model",), [f"{size}@1", f"{size}@2"], options.sd_size
+    def batches(self, *batches: int) -> list[str]:
+        return [f"{self.options.size}@{batch}" for batch in batches]
+
+
+def plan(options: argparse.Namespace) -> Plan:
+    """Return what is prepared and measured. `options`: of `main`."""
+    commands = _Commands(options)
+    plans = [_plan_pipelines(commands), _plan_servers(commands)]
+    if options.gpus > 1:
+        plans.append(_plan_several_gpus(commands))
+    prepared, measured = ([work for each in kind for work in each] for kind in zip(*plans, strict=True))
+    return [Work("sdxl-model", (commands.make("sdxl", commands.sdxl),)), *prepared], measured
+
+
+def _plan_pipelines(commands: _Commands) -> Plan:
+    """Plan what runs in one process, without a server."""
+    make, release, measurement = commands.make, commands.release, commands.measurement
+    sdxl, sd, adapter = commands.sdxl, commands.path("sd"), commands.path("ip-adapter")
+    nets = {kind: commands.path(f"controlnet-{kind}") for kind in ("full", "small")}
+    controlnets = [part for kind, path in nets.items() for part in ("--controlnet", f"{kind}={path}")]
     make_nets = [make("controlnet", path, "--kind", kind) for kind, path in nets.items()]
-    ip_release = release(sdxl, "sdxl-ip", [f"{size}@2"], "--ip-adapter", f"plain={adapter}/plain.safetensors")
+    ip = ("--ip-adapter", f"plain={adapter}/plain.safetensors")
+    lora, sd_size = ("--lora-rank", "32"), commands.options.sd_size
+    base = ("sdxl-model",)
     prepared = [
-        Work("sdxl-model", (make("sdxl", sdxl),)),
-        Work("sdxl", (*make_nets, *release(sdxl, "sdxl", sizes, *controlnets)), base),
-        Work("sdxl-lora", release(sdxl, "sdxl-lora", [f"{size}@16"], "--lora-rank", "32"), base),
-        Work("sdxl-ip", (make("ip-adapter", adapter), *ip_release), base),
+        Work("sdxl", (*make_nets, *release(sdxl, "sdxl", commands.batches(1, 2), *controlnets)), base),
+        Work("sdxl-lora", release(sdxl, "sdxl-lora", commands.batches(16), *lora), base),
+        Work("sdxl-ip", (make("ip-adapter", adapter), *release(sdxl, "sdxl-ip", commands.batches(2), *ip)), base),
         Work("sd", (make("sd", sd), *release(sd, "sd", [f"{sd_size}@1", f"{sd_size}@2"]))),
     ]
-    counts = ("--steps", str(options.steps), "--runs", str(options.runs))
-    measured = [
+    return prepared, [
         measurement("text", "sdxl", ("latency", "text"), "--peer", sdxl),
-        measurement("images", "sdxl", ("latency", "images"), *counts),
-        measurement("controls", "sdxl", ("latency", "controls"), *counts),
-        measurement("image-prompts", "sdxl-ip", ("latency", "image-prompts"), *counts),
+        measurement("images", "sdxl", ("latency", "images"), *commands.counts),
+        measurement("controls", "sdxl", ("latency", "controls"), *commands.counts),
+        measurement("image-prompts", "sdxl-ip", ("latency", "image-prompts"), *commands.counts),
         measurement("adapters", "sdxl-lora", ("adapters",), "--rank", "64", "--images", "8", "--batch-rank", "32"),
         measurement("sd-text", "sd", ("latency", "text"), "--peer", sd),
     ]
-    if options.gpus > 1:
-        large = "x".join(str(2 * int(side)) for side in size.split("x"))
-        build = release(sdxl, "sdxl-bands", [*sizes, f"{large}@1"], "--bands", "2")
-        prepared.append(Work("sdxl-bands", build, base))
-        bench = (_CLI, "bench", "multi-gpu", "sdxl-bands/1", "--store", store, "--gpus", str(options.gpus), *counts)
-        rows = ("--out", str(folder / "rows" / "multi-gpu.json"))
-        ways = (("--bands", "2"),) if options.gpus > 2 else ((), ("--bands", "2"))
-        commands = tuple((*bench, "--size", each, *way, *rows) for each in (size, large) for way in ways)
-        measured.append(Work("multi-gpu", commands, ("sdxl-bands",)))
-    return prepared, measured
+
+
+def _plan_servers(commands: _Commands) -> Plan:
+    """Plan the Truss server: load on a release in fp16 and in FP8, and three releases in two slots."""
+    options, release = commands.options, commands.release
+    batches, served = commands.batches(1, 2, 4, 8, 16), (*commands.store, "--config", str(options.config))
+    seconds = ("--seconds", str(options.seconds), "--open-seconds", str(options.open_seconds))
+    loads = (*served, "--size", options.size, "--steps", "20", "--clients", "1,8,32", "--shares", "0.68,0.87", *seconds)
+    size = ("--size", options.size)
+    fp8 = ("--precision", "fp8", "--policy", str(_DATA / "policies" / "fp8-convolutions.toml"))
+    calibrate = (_CLI, "calibrate", commands.sdxl, *commands.store, "--no-refiner", "--count", "4", *size)
+    tuned, fine_tunes = {seed: commands.path(f"sdxl-{seed}") for seed in ("1", "2")}, []
+    for seed, path in tuned.items():
+        fine_tunes += [commands.make("sdxl", path, "--unet-seed", seed), *release(path, f"sdxl-{seed}", batches)]
+    several = ["sdxl-load/1", *(f"sdxl-{seed}/1" for seed in tuned)]
+    further = [part for name in several[1:] for part in ("--with", name)]
+
+    def load(name: str, *arguments: str) -> Command:
+        return (_CLI, "load", name, *loads, *commands.rows("load"), *arguments)
+
+    def offline(name: str) -> Command:
+        numbers = (*size, "--steps", "20", "--seconds", str(options.seconds), "--share", "0")
+        return (f"{_BENCHMARKS}.in_flight", name, *commands.store, *numbers, *commands.rows("load"))
+
+    def bench(kind: str, *names: str) -> Command:
+        return (_CLI, "bench", kind, *names, *served, *size, *commands.counts, *commands.rows(kind))
+
+    base = ("sdxl-model",)
+    prepared = [
+        Work("sdxl-load", release(commands.sdxl, "sdxl-load", batches), base),
+        Work("sdxl-fp8", (calibrate, *release(commands.sdxl, "sdxl-fp8", batches, *fp8)), base),
+        Work("sdxl-tuned", tuple(fine_tunes), ("sdxl-load",)),
+    ]
+    forecasts = ("--requests", str(_DATA / "requests" / "fast.json"))
+    return prepared, [
+        Work("load", (offline("sdxl-load/1"), load("sdxl-load/1")), ("sdxl-load",)),
+        Work("load-fp8", (offline("sdxl-fp8/1"), load("sdxl-fp8/1"), load("sdxl-fp8/1", *forecasts)), ("sdxl-fp8",)),
+        Work("releases", (bench("releases", *several), bench("cold-start", several[0], *further)), ("sdxl-tuned",)),
+    ]
+
+
+def _plan_several_gpus(commands: _Commands) -> Plan:
+    """Plan one image on several GPUs."""
+    options = commands.options
+    large = "x".join(str(2 * int(side)) for side in options.size.split("x"))
+    build = commands.release(commands.sdxl, "sdxl-bands", [*commands.batches(1, 2), f"{large}@1"], "--bands", "2")
+    bench = (_CLI, "bench", "multi-gpu", "sdxl-bands/1", *commands.store, "--gpus", str(options.gpus), *commands.counts)
+    ways: tuple[Command, ...] = (("--bands", "2"),) if options.gpus > 2 else ((), ("--bands", "2"))
+    rows = commands.rows("multi-gpu")
+    measured = tuple((*bench, "--size", each, *way, *rows) for each in (options.size, large) for way in ways)
+    return [Work("sdxl-bands", build, ("sdxl-model",))], [Work("multi-gpu", measured, ("sdxl-bands",))]
 
 
 def run_work(folder: Path, work: Work) -> bool:
@@ -134,6 +209,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--sd-size", default="512x512", help="of SD 1.5's images")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--runs", type=int, default=10)
+    parser.add_argument("--seconds", type=int, default=40, help="of each load without pauses")
+    parser.add_argument("--open-seconds", type=int, default=300, help="of each load with random arrivals")
+    parser.add_argument("--config", type=Path, default=_CONFIG, help="of the servers")
     parser.add_argument("--jobs", type=int, default=5, help="engines that each build compiles at once")
     parser.add_argument("--gpus", type=int, default=1, choices=(1, 2, 4, 8), help="also measure an image on so many")
     return parser

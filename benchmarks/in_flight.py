@@ -152,8 +152,8 @@ def measure(
 ) -> list[Row]:
     """Measure all cases.
 
-    `seconds`: duration of each measurement. `share`: of the capacity, for the Poisson arrivals. `images`: at once;
-    default: the loop's capacity. `mix`: numbers of steps of the Poisson arrivals; default: the request's own.
+    `seconds`: duration of each measurement. `share`: of the capacity, for the Poisson arrivals; 0: none. `images`: at
+    once; default: the loop's capacity. `mix`: numbers of steps of the Poisson arrivals; default: the request's own.
     """
     params = resolve(request, loaded.served)
     steps = params.num_inference_steps
@@ -184,6 +184,9 @@ def measure(
         rate = measure_saturated(scheduler, request_of, outstanding, seconds) * len(mix) / sum(mix)
         rows.append(row("in flight, saturated by a mix", [rate], "images/s", mix=list(mix)))
 
+    if not share:
+        scheduler.close()
+        return rows
     arrivals = list(poisson_arrivals(share * rate, seconds, random.Random(0)))
     arrivals = arrivals or [0.0]  # a row needs a request, also after a short time on a slow machine
     in_flight = measure_latencies(lambda params: scheduler.submit(params).result, request_of, arrivals)
@@ -207,7 +210,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--mix", help="numbers of steps of the Poisson arrivals, e.g. 4,20,30,50; default: --steps")
     parser.add_argument("--seconds", type=float, default=60, help="seconds of each measurement")
-    parser.add_argument("--share", type=float, default=0.7, help="share of the capacity, for the Poisson arrivals")
+    parser.add_argument("--share", type=float, default=0.7, help="share of the capacity, for the arrivals; 0: none")
     parser.add_argument("--out", type=Path, help="append the rows to this JSON file")
     options = parser.parse_args()
     size = dict(zip(("width", "height"), map(int, options.size.split("x")), strict=True)) if options.size else {}
@@ -221,7 +224,8 @@ def main() -> None:
     for row in rows:
         numbers = f"{row.value:9.3f} {row.unit:9} p50 {row.p50:8.3f} p99 {row.p99:8.3f} n {row.runs:4}"
         print(f"{row.case:45} {numbers} {', '.join(f'{name} {value}' for name, value in row.extra.items())}")
-    print(f"p50 in flight / p50 batch at a time: {rows[-2].p50 / rows[-1].p50:.3f}")
+    if options.share:
+        print(f"p50 in flight / p50 batch at a time: {rows[-2].p50 / rows[-1].p50:.3f}")
     finish(rows, options.out)
 
 

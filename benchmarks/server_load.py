@@ -34,7 +34,7 @@ class Outcome:
     """The result of one load.
 
     `load`: number of clients, or arrivals a second. `seconds`: duration. `latencies`: seconds of answers with images.
-    `first_error`: the reason of the first request without an image.
+    `first_error`: the reason of the first request without an image. `gpu`: entries of `GpuUse`.
     """
 
     case: str
@@ -44,6 +44,7 @@ class Outcome:
     latencies: list[float] = field(default_factory=list)
     statuses: Counter[int] = field(default_factory=Counter)
     first_error: str = ""
+    gpu: dict[str, Any] = field(default_factory=dict)
 
     @property
     def images_per_second(self) -> float:
@@ -119,6 +120,7 @@ def outcome_rows(outcomes: Sequence[Outcome], precision: str, steps: int, size: 
         make_row(
             f"{outcome.case} {size}", outcome.latencies, "s", precision, steps, 1, digits=3,
             images_per_second=round(outcome.images_per_second, 3), refused=outcome.refused, failed=outcome.failed,
+            **outcome.gpu,
         )
         for outcome in outcomes
         if outcome.latencies

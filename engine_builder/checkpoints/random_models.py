@@ -22,6 +22,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -109,16 +110,21 @@ def make_network(name: str, configs: Configs = CONFIGS) -> Any:
 
 
 def write_sdxl(
-    folder: Path, tokenizers: Path, refiner: bool = False, seed: int = 0, configs: Configs = CONFIGS
+    folder: Path,
+    tokenizers: Path,
+    refiner: bool = False,
+    seed: int = 0,
+    unet_seed: int | None = None,
+    configs: Configs = CONFIGS,
 ) -> None:
     """Write the base in fp16, and with `refiner` also the refiner, to `folder/refiner`.
 
-    `tokenizers`: a model folder to copy tokenizers from.
+    `tokenizers`: a model folder to copy tokenizers from. `unet_seed`: of the base's UNet; None: `seed`.
     """
     networks = {name: folder / name for name in ("unet", "vae", "text_encoder", "text_encoder_2")}
     if refiner:
         networks["refiner_unet"] = folder / "refiner" / "unet"
-    _save_networks(networks, configs, seed)
+    _save_networks(networks, configs, seed, {} if unet_seed is None else {"unet": unet_seed})
     for name in ("scheduler", "tokenizer", "tokenizer_2", "model_index.json"):
         _copy(tokenizers / name, folder / name)
     if refiner:
@@ -138,10 +144,12 @@ def write_sd(folder: Path, tokenizers: Path, seed: int = 0, configs: Configs = S
         (folder / name).write_text(json.dumps(entries, indent=2) + "\n")
 
 
-def _save_networks(folders: Mapping[str, Path], configs: Configs, seed: int) -> None:
-    """Write networks of `configs`, by name, each to its folder."""
-    with _seeded_half(seed):
-        for name, folder in folders.items():
+def _save_networks(
+    folders: Mapping[str, Path], configs: Configs, seed: int, seeds: Mapping[str, int] = MappingProxyType({})
+) -> None:
+    """Write networks of `configs`, by name, each to its folder. `seeds`: of those that have another one."""
+    for name, folder in folders.items():
+        with _seeded_half(seeds.get(name, seed)):
             make_network(name, configs).eval().save_pretrained(folder, max_shard_size="20GB")
 
 
@@ -269,6 +277,7 @@ def main() -> None:
             model.add_argument("--kind", choices=kinds, default=kinds[0])
         if name == "sdxl":
             model.add_argument("--refiner", action="store_true", help="also write the refiner, to OUT/refiner")
+            model.add_argument("--unet-seed", type=int, help="of the base's UNet: a fine-tune; default: that of --seed")
     options = vars(parser.parse_args())
     writers = {"sdxl": write_sdxl, "sd": write_sd, "controlnet": write_controlnet, "ip-adapter": write_ip_adapter}
     write: Any = writers[options.pop("model")]

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from rich.table import Table
 from typer.core import TyperGroup
 
+from benchmarks.gpu_use import GpuUse
 from benchmarks.rows import Row, check_rows_file, finish
 from model.errors import RequestRefused
 from model.pipeline.spec import UNET
@@ -25,6 +26,7 @@ from preheat.console import (
     DEMO_CONFIG,
     ROOT,
     CacheOption,
+    ConfigOption,
     ReleaseArgument,
     SizeOption,
     StepsOption,
@@ -54,8 +56,10 @@ bench = typer.Typer(
     name="bench",
     cls=_LatencyByDefault,
     no_args_is_help=True,
-    help="Measure on this machine: latency, multi-gpu, cold-start.",
+    help="Measure on this machine: latency, multi-gpu, cold-start, releases.",
 )
+
+_TIMEOUT_SECONDS = 600.0  # of a start
 
 RunsOption = Annotated[int, typer.Option(min=1, help="Number of counted runs.")]
 OutOption = Annotated[Path | None, typer.Option(help="Append the rows to this JSON file.")]
@@ -168,6 +172,10 @@ def cold_start(
     against: Annotated[
         str | None, typer.Option(help="A commit of this repository: starts alternate with starts of its code.")
     ] = None,
+    further: Annotated[
+        list[str] | None,
+        typer.Option("--with", help="A further release, repeatable: starts of a server of all of them alternate, too."),
+    ] = None,
     prompt: str = DEFAULT_PROMPT,
     size: SizeOption = None,
     steps: Annotated[int, typer.Option(help="Denoising steps of the first image.")] = 30,
@@ -224,23 +232,74 @@ def cold_start(
             deployment = Deployment.of(settings.of_release(release))
             blobs = select(manifest, find_targets(deployment.runtime), deployment).blobs()
             reading = [starts.read_row(url, settings.store_options(), blobs, runs, release, precision, steps)]
+        served = {"": (release,)} | ({f", {len(further) + 1} releases": (release, *further)} if further else {})
         names = [f", {against if path in earlier else path}" if len(paths) > 1 else "" for path in paths]
         cases = [
-            starts.StartCase(f"{origin}{name}", layout, url)
+            starts.StartCase(f"{origin}{several}{name}", layout, url, releases)
             for origin, url in origins.items()
+            for several, releases in served.items()
             for name, layout in zip(names, layouts, strict=True)
         ]
-        measured = starts.bench_cold_starts(cases, release, request, runs, work, report)
+        measured = starts.bench_cold_starts(cases, request, runs, work, report)
         rows = [
             starts.cold_start_row(case.name, release, times, precision, steps)
             for case, times in zip(cases, measured, strict=True)
         ]
-    rows = [*rows[: len(paths)], *reading, *rows[len(paths) :]]
+    of_one_store = len(served) * len(paths)
+    rows = [*rows[:of_one_store], *reading, *rows[of_one_store:]]
     _print_table(rows, "phases", "s")
     for number, case in enumerate(cases):
         if number % len(paths) < len(earlier):
             ratio = starts.describe_ratio(measured[number], measured[number + len(earlier)])
             console.print(plain(f"{case.name}: {ratio} of {against}"))
+        if len(case.releases) > 1:
+            ratio = starts.describe_ratio(measured[number], measured[number - len(paths)])
+            console.print(plain(f"{case.name}: {ratio} of {release} alone"))
+    finish(rows, out)
+
+
+@bench.command()
+def releases(
+    release: Annotated[
+        list[str], typer.Argument(help="Three releases, MODEL/VERSION, for two slots.", metavar="RELEASE...")
+    ],
+    store: StoreOption = DEFAULT_STORE,
+    config: ConfigOption = DEMO_CONFIG,
+    prompt: str = DEFAULT_PROMPT,
+    size: SizeOption = None,
+    steps: StepsOption = 20,
+    warm_ups: Annotated[int, typer.Option(min=0, help="Number of warm-up runs, which are not counted.")] = 2,
+    runs: RunsOption = 12,
+    out: OutOption = None,
+) -> None:
+    """Measure turns of two releases, and swaps of a third one, on the real server. The last line is JSON."""
+    from benchmarks.releases import make_rows, measure_swaps, measure_turns, wait_resident
+    from preheat.local_server.demo import release_variables
+    from preheat.local_server.server import Server, with_settings
+
+    check_rows_file(out)
+    if len(set(release)) != 3:
+        raise typer.BadParameter("give three different releases", param_hint="RELEASE...")
+    opened = open_cli_store(store)
+    manifest = opened.read_release(release[0])
+    precision = next(engine.precision.io for engine in manifest.engines if engine.component == UNET)
+    width, height = parse_size(size) if size else (manifest.settings.native_width, manifest.settings.native_height)
+    request = {"prompt": prompt, "seed": 1, "num_inference_steps": steps, "width": width, "height": height}
+    with tempfile.TemporaryDirectory(prefix="preheat-bench-") as folder:
+        layout = with_settings(_lay_out(config, [], Path(folder)), weight_slots=2)
+        with Server(layout, environment=release_variables(opened.url, release)) as server, GpuUse() as gpu:
+            with activity(f"Starting {', '.join(release)}"):
+                server.wait_ready(_TIMEOUT_SECONDS)
+                wait_resident(server.url, release[:2], _TIMEOUT_SECONDS)
+            with activity("Requests for two releases in turns"):
+                turns = measure_turns(server.url, release[:2], request, warm_ups, runs)
+            with activity("Swaps"):
+                swaps = measure_swaps(server.url, release, request, runs)
+    rows = make_rows(turns, swaps, f"{width}x{height}", precision, steps, **gpu.entries)
+    _print_table(rows, "stages", "ms")
+    alone, alternating, _, beside_none, beside_swaps = rows
+    console.print(f"Two releases in turns take {alternating.p50 / alone.p50:.3f} of the time of one.")
+    console.print(f"A request beside swaps takes {beside_swaps.p50 / beside_none.p50:.3f} of the time without.")
     finish(rows, out)
 
 

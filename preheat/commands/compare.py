@@ -1,6 +1,5 @@
 """The command `preheat compare`: a release next to diffusers, or next to a server, on the user's own weights."""
 
-import json
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,12 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from pydantic import ValidationError
 
-from engine_builder.error_text import cause_of
-from engine_builder.files import NotWritable, check_folder, read_file
+from engine_builder.files import NotWritable, check_folder
 from engine_builder.stores.store import WritableStore
 from gateway.endpoint import Endpoint, parse_endpoint
 from model.deployment import version_number
-from model.errors import PreheatError, ReleaseNotFound
+from model.errors import ReleaseNotFound
 from model.validation import MAX_STEPS
 from preheat.commands.build_arguments import default_name
 from preheat.commands.model_options import ConfigOption, ModelArgument, find_parts
@@ -34,6 +32,7 @@ from preheat.console import (
     save_report,
     say,
 )
+from preheat.request_list import BadRequestFile, read_request_list
 
 if TYPE_CHECKING:
     from engine_builder.checkpoints.folder import Checkpoint
@@ -47,13 +46,6 @@ PROMPTS = (
 FILES = ("report.html", "pictures.png", "report.json")
 _DIFFUSERS = "diffusers"
 _MAX_REQUESTS = 32
-_MAX_FILE_BYTES = 2**20
-
-
-class BadRequestFile(PreheatError):
-    """The file of --requests cannot be read, or has an entry that is not compared."""
-
-    remedy = 'Give a JSON list of requests, for example [{"prompt": "a lighthouse at dusk", "seed": 1}].'
 
 
 def compare(
@@ -151,19 +143,11 @@ def read_requests(path: Path | None, steps: int) -> "list[GenerationRequest]":
     from benchmarks.compare import FIELDS
     from model.request_fields import GenerationRequest
 
-    entries: Any = [{"prompt": prompt} for prompt in PROMPTS]
-    if path is not None:
-        try:
-            entries = json.loads(read_file(path, _MAX_FILE_BYTES))
-        except (OSError, ValueError, RecursionError) as error:
-            raise BadRequestFile(f"{path} cannot be read as JSON ({cause_of(error)}).") from error
-    if not isinstance(entries, list) or not 1 <= len(entries) <= _MAX_REQUESTS:
-        raise BadRequestFile(f"{path} is not a list of 1 to {_MAX_REQUESTS} requests.")
+    default = [{"prompt": prompt} for prompt in PROMPTS]
+    entries: list[dict[str, Any]] = default if path is None else read_request_list(path, _MAX_REQUESTS)
     found = []
     for number, entry in enumerate(entries, start=1):
         where = f"{path}, request {number}"
-        if not isinstance(entry, dict):
-            raise BadRequestFile(f"{where} is not a JSON object.")
         try:
             request = GenerationRequest.model_validate({"seed": number, "num_inference_steps": steps} | entry)
         except ValidationError as error:

@@ -15,6 +15,8 @@ from preheat.local_server.client import CallFailed
 from preheat.local_server.server import Server, ServerFailed, build_context, check_config, lay_out
 from preheat.local_server.server_folder import server_folder
 
+_PHASE = re.compile(r'preheat_cold_start_seconds\{phase="([a-z0-9_]+)"\}')
+
 
 @contextmanager
 def serving(
@@ -68,9 +70,15 @@ def release_variables(store: str, releases: Sequence[str]) -> dict[str, str]:
 
 def cold_start_phases(url: str) -> dict[str, float]:
     """Return the seconds of each phase from the server's metrics, in the order of the phases. Raises CallFailed."""
+    matches = ((_PHASE.fullmatch(name), value) for name, value in read_metrics(url).items())
+    return {match[1]: seconds for match, seconds in matches if match}
+
+
+def read_metrics(url: str) -> dict[str, float]:
+    """Return the server's metrics by name with labels, as they are written, in their order. Raises CallFailed."""
     try:
         text = httpx.get(f"{url}/metrics/", trust_env=False, timeout=10).text
     except httpx.TransportError as error:
         raise CallFailed(f"{url}/metrics/ cannot be read: {cause_of(error)}.") from error
-    matches = re.findall(r'^preheat_cold_start_seconds\{phase="([a-z0-9_]+)"\} ([0-9.e+-]+)$', text, re.MULTILINE)
-    return {phase: float(seconds) for phase, seconds in matches}
+    lines = (line.rpartition(" ") for line in text.splitlines() if line and not line.startswith("#"))
+    return {name: float(value) for name, _, value in lines}

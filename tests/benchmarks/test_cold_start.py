@@ -41,7 +41,7 @@ def test_phases_and_request_add_up_to_the_first_image() -> None:
 
 def test_alternates_stores_and_drops_the_first_starts(tmp_path: Path) -> None:
     layout = Layout(tmp_path, tmp_path, tmp_path, {})
-    local, bucket = (StartCase(name, layout, name) for name in ("local", "bucket"))
+    local, bucket = (StartCase(name, layout, name, ("toy/1",)) for name in ("local", "bucket"))
     started: list[StartCase] = []
     reported: list[tuple[str, int]] = []
 
@@ -52,14 +52,14 @@ def test_alternates_stores_and_drops_the_first_starts(tmp_path: Path) -> None:
     def report(case: StartCase, number: int, start: MeasuredStart) -> None:
         reported.append((case.name, number))
 
-    measured = starts.bench_cold_starts([local, bucket], "toy/1", REQUEST, 2, tmp_path, report, measure)
+    measured = starts.bench_cold_starts([local, bucket], REQUEST, 2, tmp_path, report, measure)
     assert started == [local, bucket] * 3
     assert reported == [(name, number) for number in range(3) for name in ("local", "bucket")]
     assert [[start.first_image_seconds for start in of_case] for of_case in measured] == [[3.0, 5.0], [4.0, 6.0]]
 
 
 def test_starts_a_real_server(layout: Layout, store: Store, release: str, tmp_path: Path) -> None:
-    start = starts.measure_start(StartCase("local", layout, store.url), release, REQUEST, tmp_path)
+    start = starts.measure_start(StartCase("local", layout, store.url, (release,)), REQUEST, tmp_path)
     assert start.fetched_bytes == 0, "a local store needs no cache"
     assert not list(tmp_path.iterdir()), "the cache folder remains"
     phases = {"import", "resolve", "weights", "engines", "warm_up", "first request", "other"}
@@ -82,9 +82,7 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     """Record the runs, the request and the deployment's settings of each case, without starting a server."""
     recorded: Recorded = []
 
-    def record(
-        cases: Sequence[StartCase], release: str, request: dict[str, Any], runs: int, *_: object
-    ) -> list[list[MeasuredStart]]:
+    def record(cases: Sequence[StartCase], request: dict[str, Any], runs: int, *_: object) -> list[list[MeasuredStart]]:
         configs = [yaml.safe_load((case.layout.app / "config.yaml").read_text()) for case in cases]
         settings = [config["model_metadata"]["preheat"] for config in configs]
         recorded.append((runs, request, list(zip([case.store for case in cases], settings, strict=True))))
@@ -127,9 +125,20 @@ def test_command_compares_with_the_code_of_a_commit(
     [(_, _, cases)] = benchmarks
     assert len(cases) == 4 and roots[:2] == [REPOSITORY] * 2 and REPOSITORY not in roots[2:]
     text = " ".join(result.output.split())
-    assert text.count("1.000 (2 pairs, 1.000 to 1.000) times the seconds to the first image of HEAD") == 2
+    assert text.count("1.000 (1.000 to 1.000) times those to the first image of HEAD") == 2
     refused = cold_start(release, "--store", store.url, "--against", "no-such-commit")
     assert refused.exit_code == 2 and "'no-such-commit' is not a commit of" in " ".join(refused.output.split())
+
+
+def test_command_starts_several_releases(store: Store, release: str, benchmarks: Recorded) -> None:
+    result = cold_start(release, "--store", store.url, "--runs", "2", "--with", "other/1", "--with", "third/2")
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.output.splitlines()[-1])
+    assert [row["case"] for row in rows] == [
+        f"cold start, {release}, local store", f"cold start, {release}, local store, 3 releases",
+    ]  # fmt: skip
+    text = " ".join(result.output.split())
+    assert "local store, 3 releases: 1.000 (1.000 to 1.000) times the seconds until ready" in text
 
 
 def test_command_compares_configs_and_reading_alone(

@@ -13,6 +13,7 @@ from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.checkpoints.release_settings import read_model_facts
 from engine_builder.networks.network import load_network
 from engine_builder.networks.network_check import check_model
+from engine_builder.quantization.policy import Policy
 from model.store.precision import FP16
 from tests.support.components import BASE_COMPONENTS, REFINER_COMPONENTS
 from tests.support.repository import MODEL_FOLDER
@@ -71,8 +72,15 @@ def test_plan_names_the_size_and_gpus(tmp_path: Path) -> None:
 
     prepared, measured = planned("--size", "256x256")
     builds = [" ".join(command) for one in prepared for command in one.commands if "build" in command]
-    assert len(builds) == 4 and "--size 256x256@2 --controlnet full=" in builds[0] and "--lora-rank 32" in builds[1]
-    assert [one.name for one in measured] == ["text", "images", "controls", "image-prompts", "adapters", "sd-text"]
+    assert len(builds) == 8 and "--size 256x256@2 --controlnet full=" in builds[0] and "--lora-rank 32" in builds[1]
+    assert [one.name for one in measured] == [
+        "text", "images", "controls", "image-prompts", "adapters", "sd-text", "load", "load-fp8", "releases",
+    ]  # fmt: skip
+    for command in (command for one in measured for command in one.commands):
+        files = [Path(command[index + 1]) for index, part in enumerate(command) if part in ("--config", "--requests")]
+        assert all(file.is_file() for file in files), command
+    policies = [Path(build.split("--policy ")[1]) for build in builds if "--policy" in build]
+    assert [Policy.read(policy).convolutions for policy in policies] != [()]
     prepared, measured = planned("--gpus", "2")
     shared = [" ".join(command) for command in measured[-1].commands]
     assert measured[-1].needs == ("sdxl-bands",) and prepared[-1].needs == ("sdxl-model",)

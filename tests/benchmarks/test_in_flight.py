@@ -79,3 +79,5 @@ def test_measures_every_case(loaded: Loaded) -> None:
     assert rows[3].runs == rows[4].runs > 0
     assert rows[2].extra["mix"] == rows[3].extra["mix"] == rows[4].extra["mix"] == [1, 3]
     assert rows[3].extra["arrivals_per_second"] == pytest.approx(0.7 * rows[2].value, rel=0.01)
+    without = measure(loaded, request, seconds=0.1, share=0, images=None)
+    assert [row.case.partition(",")[0] for row in without] == cases[:2]

@@ -22,9 +22,10 @@ from engine_builder.quantization.validation.contact_sheet import SIDE
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.errors import PreheatError, ReleaseNotFound, RequestRefused
 from model.images.encode import encode_base64
-from preheat.commands.compare import PROMPTS, BadRequestFile, find_newest
+from preheat.commands.compare import PROMPTS, find_newest
 from preheat.local_server.client import CallFailed
 from preheat.main import app
+from preheat.request_list import BadRequestFile
 from tests.support.http_server import HttpServer, QuietHandler
 
 VARIANTS = ["diffusers eager", "release", "release, forecast fast", "release, fewer steps"]

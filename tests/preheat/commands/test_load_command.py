@@ -1,37 +1,110 @@
-"""`preheat load` fails at once, with the reason, if the server returns no images."""
+"""`preheat load`: the requests that it sends, the rows that it writes, and what it refuses."""
 
 import json
+from pathlib import Path
+from typing import Any
 
+import pytest
+from click.testing import Result
 from typer.testing import CliRunner
 
+from benchmarks.gpu_use import GpuUse
+from benchmarks.rows import read_rows
 from model.errors import PreheatError
 from model.store.store import Store
 from preheat.main import app
+from preheat.request_list import BadRequestFile
 from tests.support.http_server import HttpServer, QuietHandler
 
 REFUSAL = {"error": "width: 72 is not served here", "kind": "refused", "field": "width"}
 
 
-class RefusingHandler(QuietHandler):
+class Handler(QuietHandler):
+    """Answers requests without `width` 72 with an image."""
+
+    received: list[dict[str, Any]] = []
+
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self.send_response(400)
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.received.append(request)
+        is_refused = request["width"] == 72
+        self.send_response(400 if is_refused else 200)
         self.end_headers()
-        self.wfile.write(json.dumps(REFUSAL).encode())
+        self.wfile.write(json.dumps(REFUSAL if is_refused else {"images": [{"data": ""}]}).encode())
 
 
-def error_of(store: Store, url: str) -> str:
-    result = CliRunner().invoke(app, ["load", "toy-sdxl/1", "--store", store.url, "--url", url])
-    assert isinstance(result.exception, PreheatError)
-    return str(result.exception)
+def run(store: Store, port: int, *options: str) -> Result:
+    arguments = ["load", "toy-sdxl/1", "--store", store.url, "--url", f"http://127.0.0.1:{port}"]
+    return CliRunner().invoke(app, [*arguments, *options])
+
+
+def test_sends_the_requests_of_a_file_in_turns(toy_store: Store, tmp_path: Path) -> None:
+    requests, rows = tmp_path / "mix.json", tmp_path / "rows.json"
+    requests.write_text(json.dumps([{"num_inference_steps": 3}, {"width": 72}]))
+    Handler.received.clear()
+    with HttpServer(Handler) as server:
+        options = ("--seconds", "1", "--open-seconds", "2", "--steps", "5", "--size", "64x64", "--clients", "1")
+        command = (*options, "--shares", "0.1", "--requests", str(requests), "--out", str(rows))
+        first, second = (run(toy_store, server.port, *command) for _ in range(2))
+    assert first.exit_code == second.exit_code == 0, first.output
+    assert [(each["width"], each["num_inference_steps"]) for each in Handler.received[:2]] in (
+        [(64, 3), (72, 5)], [(72, 5), (64, 3)],
+    )  # fmt: skip
+    closed, opened, *appended = read_rows(rows)
+    assert closed.case == "closed loop, 1 clients 64x64, mix" and opened.case.startswith("open loop"), "by their file"
+    assert len(appended) == 2 and abs(closed.runs - closed.extra["failed"]) <= 1
+    assert REFUSAL["error"] in " ".join(first.output.split()), "the reason of failed requests is printed"
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--clients", "1,0"], "'1,0' is not a list of positive integers"),
+        (["--clients", "1.5"], "'1.5' is not a list of positive integers"),
+        (["--shares", "0.5,"], "'0.5,' is not a list of positive numbers"),
+        (["--shares", "inf"], "'inf' is not a list of positive numbers"),
+        (["--open-seconds", "inf"], "is not a finite number"),
+    ],
+)
+def test_refuses_numbers(options: list[str], message: str, toy_store: Store) -> None:
+    result = run(toy_store, 9, *options)
+    assert result.exit_code == 2 and message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_refuses_a_file_that_is_no_list_of_requests(toy_store: Store, tmp_path: Path) -> None:
+    path = tmp_path / "requests.json"
+    for content, message in (
+        ("{}", "is not a list of 1 to 10,000 requests"),
+        ("[1]", "request 1 is not a JSON object"),
+    ):
+        path.write_text(content)
+        result = run(toy_store, 9, "--requests", str(path))
+        assert isinstance(result.exception, BadRequestFile) and message in str(result.exception)
 
 
 def test_reports_the_servers_refusal(toy_store: Store) -> None:
-    with HttpServer(RefusingHandler) as server:
-        message = error_of(toy_store, f"http://127.0.0.1:{server.port}")
+    with HttpServer(Handler) as server:
+        result = run(toy_store, server.port, "--size", "72x72")
+    assert isinstance(result.exception, PreheatError)
+    message = str(result.exception)
     assert "generated no image" in message and "400" in message and REFUSAL["error"] in message
 
 
 def test_reports_a_missing_server(toy_store: Store) -> None:
-    message = error_of(toy_store, "http://127.0.0.1:9")  # the discard port, where no server listens
-    assert "connection" in message.lower()
+    result = run(toy_store, 9)  # the discard port, where no server listens
+    assert isinstance(result.exception, PreheatError) and "connection" in str(result.exception).lower()
+
+
+def test_samples_all_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, begun = tmp_path / "nvidia-smi", tmp_path / "begun"
+    program.write_text(f"#!/bin/sh\nprintf '90, 2048\\n70, 1024\\n100, 20'\ntouch {begun}\nexec sleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with GpuUse() as use:
+        while not begun.exists():
+            pass
+    assert use.entries == {"gpu_idle_percent": 20, "memory_gib": 2}, "the last line is not complete"
+    monkeypatch.setenv("PATH", "")
+    with GpuUse() as use:
+        pass
+    assert use.entries == {}
