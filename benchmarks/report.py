@@ -1,7 +1,10 @@
 """Write docs/benchmarks.md and its plots from docs/benchmarks/*.json. Nothing in the pages is written by hand.
 
 Each file gives a section of its name, on the page of the device in its name: docs/benchmarks-h100.md. The first page
-lists all sections. A section has a table of its rows, and these plots if its rows have their values:
+lists all sections, after a table of the rows with an entry `headline`, which says what was measured. The same table is
+written between two lines of README.md and docs/scaling.md: see `BEGIN` and `END`.
+
+A section has a table of its rows, and these plots if its rows have their values:
 
     seconds an image            the section `SPEED_SECTION`, with numbers that others published
     cold start by phase         rows with `phases`
@@ -15,7 +18,7 @@ compares them. Plots need matplotlib, which is imported only for them.
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +28,7 @@ from benchmarks.rows import BadRows, Row, read_rows
 from engine_builder.files import check_writable, write_file
 from model.errors import PreheatError
 
+BEGIN, END = "<!-- preheat report: headlines -->\n", "<!-- end -->\n"
 SPEED_SECTION = "h100"  # the file of rows in docs/benchmarks, without its suffix
 _SPEED_TITLE = "One image of 1024x1024, 30 steps, on an H100"
 _PREHEAT = "Preheat"
@@ -43,6 +47,10 @@ _HEAD = """\
 Made by `preheat report` from the rows in `docs/benchmarks/`; edit those, not these pages. p50, p90 and p99 are by
 nearest rank over all runs, counted from the best (of images/s the highest). The list under a table has the device, the
 versions and the command of its rows. A command exists at its commit.
+"""
+_HEADLINE_HEAD = """\
+| SDXL, 1024x1024, random weights | GPU | p50 | images/s | images a GPU hour | GPU memory | commit |
+|---|---|--:|--:|--:|--:|---|
 """
 _DEVICE_HEAD = """\
 # Benchmarks: {device}
@@ -89,17 +97,70 @@ def read_sections(folder: Path) -> dict[str, list[Row]]:
 
 
 def render(folder: Path, page: Path) -> dict[Path, str]:
-    """Return the text of each page: the first one, which has the sections of no device, and one for each device."""
+    """Return the text of each page: the first one, which has the sections of no device, and one for each device.
+
+    And of the pages with a table of headlines between two lines, if they exist.
+    """
+    sections = read_sections(folder)
     parts, index = {page: [_HEAD]}, []
-    for name, rows in read_sections(folder).items():
-        device = next((word for word in re.split("[-_]", name) if word in _DEVICES), None)
-        path = page if device is None else page.with_stem(f"{page.stem}-{device}")
-        if device is not None:
-            parts.setdefault(path, [_DEVICE_HEAD.format(device=title_of(device), index=page.name)])
+    if table := headlines(sections, page, page.parent):
+        parts[page].append(table)
+    for name, rows in sections.items():
+        path = _page_of(name, page)
+        if path != page:
+            parts.setdefault(path, [_DEVICE_HEAD.format(device=title_of(_device_of(name) or ""), index=page.name)])
         title = title_of(name)
         index.append(f"- [{title}]({'' if path == page else path.name}#{_anchor(title)})\n")
         parts[path].append(_section(folder, page, name, rows))
-    return {path: "\n".join([*each, "".join(index)] if path == page else each) for path, each in parts.items()}
+    texts = {path: "\n".join([*each, "".join(index)] if path == page else each) for path, each in parts.items()}
+    for path in (page.parent.parent / "README.md", page.parent / "scaling.md"):
+        if path.is_file() and BEGIN in (text := path.read_text()):
+            before, _, rest = text.partition(BEGIN)
+            texts[path] = before + BEGIN + headlines(sections, page, path.parent) + END + rest.partition(END)[2]
+    return texts
+
+
+def headlines(sections: Mapping[str, Sequence[Row]], page: Path, base: Path) -> str:
+    """Return the table of the rows with a headline, or "" without any. Its links begin at the folder `base`."""
+    found = [(name, row) for name, rows in sections.items() for row in rows if "headline" in row.extra]
+    found.sort(key=lambda pair: (_short(pair[1].gpu), pair[1].batch, -pair[1].steps, -(_rate(pair[1]) or 0)))
+    lines = []
+    for name, row in found:
+        link = f"{Path(os.path.relpath(_page_of(name, page), base)).as_posix()}#{_anchor(title_of(name))}"
+        rate, milliseconds, memory = _rate(row), _latency(row), row.extra.get("memory_gib")
+        gpus = row.extra.get("gpus", 1)
+        cells = (
+            f"[{_cell(row.extra['headline'])}]({link})",
+            _short(row.gpu) if gpus == 1 else f"{gpus} {_short(row.gpu)}",
+            "" if milliseconds is None else f"{_number(milliseconds / 1000)} s",
+            "" if rate is None else _number(rate),
+            "" if rate is None else _number(3600 * rate / gpus),
+            "" if memory is None else f"{memory:.1f} GiB",
+            row.commit,
+        )
+        lines.append(f"| {' | '.join(cells)} |\n")
+    return "".join([_HEADLINE_HEAD, *lines]) if lines else ""
+
+
+def _short(gpu: str) -> str:
+    """Return the product of a GPU's name: "NVIDIA H100 80GB HBM3" -> "H100"."""
+    return gpu.removeprefix("NVIDIA ").partition(" ")[0]
+
+
+def _rate(row: Row) -> float | None:
+    """Return the images/s of a row: measured, or the images of a request through its seconds."""
+    measured: float | None = row.extra.get("images_per_second")
+    return _throughput(row) if measured is None else measured
+
+
+def _device_of(name: str) -> str | None:
+    return next((word for word in re.split("[-_]", name) if word in _DEVICES), None)
+
+
+def _page_of(name: str, page: Path) -> Path:
+    """Return the page of a section: that of its device, or the first page."""
+    device = _device_of(name)
+    return page if device is None else page.with_stem(f"{page.stem}-{device}")
 
 
 def _section(folder: Path, page: Path, name: str, rows: Sequence[Row]) -> str:

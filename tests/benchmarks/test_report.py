@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks.report import SPEED_SECTION, plots_of, render, speed_bars, write_report
+from benchmarks.report import BEGIN, END, SPEED_SECTION, plots_of, render, speed_bars, write_report
 from benchmarks.rows import BadRows, Row, append_rows, make_row, medians, percentile, read_rows
 from preheat import main as cli
 from tests.support.repository import REPOSITORY
@@ -44,7 +44,8 @@ def write(folder: Path, rows: list[Entries], name: str = "full-size-sdxl") -> No
 
 
 def test_committed_pages_match_the_committed_rows() -> None:
-    committed = {path: path.read_text() for path in DOCS.glob("benchmarks*.md")}
+    paths = [*DOCS.glob("benchmarks*.md"), DOCS / "scaling.md", REPOSITORY / "README.md"]
+    committed = {path: path.read_text() for path in paths}
     assert committed == render(DOCS / "benchmarks", DOCS / "benchmarks.md"), "run `preheat report`"
 
 
@@ -55,6 +56,28 @@ def test_pages_link_to_exactly_the_existing_plots() -> None:
 
 
 # -- the page -----------------------------------------------------------------------------------------------------
+
+
+def test_headlines_are_on_three_pages(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    folder = folder.rename(tmp_path / "docs" / "benchmarks")
+    readme, scaling = tmp_path / "README.md", tmp_path / "docs" / "scaling.md"
+    readme.write_text(f"before\n{BEGIN}old\n{END}after\n")
+    scaling.write_text("no table\n")
+    loaded = row(
+        case="8 clients", unit="s", p50=3.0, images_per_second=2.5, memory_gib=20.04, headline="eight | clients"
+    )
+    shared = row(gpu="NVIDIA H200", p50=500.0, steps=20, gpus=2, headline="two GPUs")
+    write(folder, [row(), loaded | {"gpu": "NVIDIA H200", "steps": 20}, shared], "h200")
+    texts = render(folder, tmp_path / "docs" / "benchmarks.md")
+    assert scaling not in texts and texts[readme].startswith("before\n") and texts[readme].endswith(END + "after\n")
+    head, rule, *lines = texts[readme].partition(BEGIN)[2].partition(END)[0].splitlines()
+    assert lines == [
+        "| [eight \\| clients](docs/benchmarks-h200.md#h200) | H200 | 3 s | 2.5 | 9,000 | 20.0 GiB | abc1234 |",
+        "| [two GPUs](docs/benchmarks-h200.md#h200) | 2 H200 | 0.5 s | 2 | 3,600 |  | abc1234 |",
+    ]
+    first = texts[tmp_path / "docs" / "benchmarks.md"]
+    assert "\n".join([head, rule, *lines]).replace("(docs/", "(") in first, "with links from its own folder"
 
 
 def test_page_has_notes_rows_and_their_provenance(folder: Path) -> None:
