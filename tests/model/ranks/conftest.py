@@ -22,8 +22,8 @@ from tests.support.ranks import BAND_RELEASE, BANDS
 def band_store(
     toy_plan: BuildPlan, tmp_path_factory: pytest.TempPathFactory, show_progress: Callable[[str], None]
 ) -> WritableStore:
-    """A store with the toy, built with UNets for two bands, as toy-bands/1."""
-    plan = replace(toy_plan, model="toy-bands", bands=(BANDS,))
+    """A store with the toy, built with UNets for two, four and eight bands, as toy-bands/1."""
+    plan = replace(toy_plan, model="toy-bands", bands=(BANDS, 4, 8))
     folder = tmp_path_factory.mktemp("band-store") / "store"
     with file_lock(KEPT_TOYS.with_suffix(".lock")):
         build(plan, open_writable_store(KEPT_TOYS), make_build_report(show_progress, "toy store"))

@@ -77,23 +77,27 @@ def test_two_bands_make_the_picture_of_one(band_store: WritableStore, whole: Loa
 
 
 @pytest.mark.full
-def test_four_ranks_divide_the_halves_of_guidance_and_their_rows(band_store: WritableStore, whole: Loaded) -> None:
+@pytest.mark.parametrize("ranks, bands", [(4, 2), (8, 4), (8, 8)])
+def test_ranks_divide_the_halves_of_guidance_and_their_rows(
+    ranks: int, bands: int, band_store: WritableStore, whole: Loaded
+) -> None:
     """All samplers, two images with different samplers at a time, and one image alone."""
+    height = HEIGHT // 2 * bands
     images = [
-        params(whole, height=HEIGHT, width=WIDTH, seed=seed, scheduler=scheduler, num_inference_steps=3 + seed % 2)
+        params(whole, height=height, width=WIDTH, seed=seed, scheduler=scheduler, num_inference_steps=3 + seed % 2)
         for seed, scheduler in enumerate(SAMPLERS)
     ]
     batches = [images[:1], *(images[begin : begin + 2] for begin in range(0, len(images), 2))]
-    with ranked(band_store, BAND_RELEASE, 4, BANDS) as (four, _):
-        assert four.model.ranks.size == 2
+    with ranked(band_store, BAND_RELEASE, ranks, bands) as (divided, _):
+        assert divided.model.ranks.size == ranks // bands
+        assert divided.model.engines[UNET].serving(height, WIDTH)[0].component == f"{UNET}_{bands}_bands"
         for requests in batches:
-            assert_equal(generate(four.model, requests)[0], generate(whole.model, requests)[0])
+            assert_equal(generate(divided.model, requests)[0], generate(whole.model, requests)[0])
 
 
-@pytest.mark.full
-def test_a_release_without_bands_is_refused(band_store: WritableStore) -> None:
+def test_a_release_without_bands_is_refused(store: WritableStore, release: str) -> None:
     with pytest.raises(NoEngineForTarget, match="no unet engine in fp32 for 4 bands") as refused:
-        load_release(band_store, deployed(BAND_RELEASE, bands=4), detect_targets(), ColdStart())
+        load_release(store, deployed(release, bands=4), detect_targets(), ColdStart())
     assert "--bands 4" in refused.value.remedy
 
 
@@ -111,15 +115,16 @@ def test_controlnets_run_for_the_entries_of_each_rank(compiled_control_store: Wr
 ERROR_SECONDS = 10.0  # in which the end of a rank must be answered
 
 
-def test_the_end_of_a_rank_is_answered(store: WritableStore, release: str) -> None:
+@pytest.mark.parametrize("ranks", [2, pytest.param(8, marks=pytest.mark.full)])
+def test_the_end_of_a_rank_is_answered(ranks: int, store: WritableStore, release: str) -> None:
     failures: list[str] = []
-    with ranked(store, release, 2) as (loaded, followers):
+    with ranked(store, release, ranks) as (loaded, followers):
         scheduler = Scheduler([Runner(loaded.model)], Limits(), lambda: failures.append("called"))
         followers.watch(scheduler.abandon)
         running: Future[GenerationResult] = scheduler.submit(params(loaded, num_inference_steps=100)).result
         queued = scheduler.submit(params(loaded, width=96)).result
         eventually(lambda: any(loop.images for loop in loaded.model.loops.values()), "an image in a loop")
-        os.kill(followers.pids[0], signal.SIGKILL)
+        os.kill(followers.pids[-1], signal.SIGKILL)
         for result in (running, queued):
             with pytest.raises(Unavailable, match="being replaced"):
                 result.result(ERROR_SECONDS)
