@@ -146,7 +146,7 @@ def describe_ratio(starts: Sequence[MeasuredStart], others: Sequence[MeasuredSta
 
     ready = ratio([start.ready_seconds for start in starts], [start.ready_seconds for start in others])
     first = ratio([start.first_image_seconds for start in starts], [start.first_image_seconds for start in others])
-    return f"{ready} times the seconds until ready, {first} times those to the first image"
+    return f"{ready} times the seconds until ready, {first} times the seconds to the first image"
 
 
 def read_row(

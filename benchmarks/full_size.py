@@ -3,11 +3,13 @@
     python -m benchmarks.full_size WORK [--only images --only controls ...] [--jobs 8]
 
 Takes some 40 minutes on an H100 with 16 cores without `load`, `load-fp8` and `releases`, most of it for compiling (an
-estimate). These three measure the Truss server, with one release in fp16 and in FP8, and with three releases in two
-slots. With --gpus one image is also measured on several GPUs: with two in halves of guidance and in two bands, with
-more in halves of two bands or more images. WORK/rows/NAME.json has the rows of each measurement, WORK/logs/ the output
-of each command. A command that has succeeded is not run again, so the same call continues after an interruption. A
-failed command ends with its last lines, and what does not need it goes on.
+estimate). These three measure the Truss server on one GPU: with a release in fp16 and in FP8, and with three releases
+in two slots. With --gpus one image is also measured on several GPUs: with two in halves of guidance and in two bands,
+with more in halves of two bands or more images.
+
+WORK/rows/ has a file of rows for each measurement (`releases` also writes cold-start.json), WORK/logs/ the output of
+each command, WORK/config.yaml the config of the servers. A command that has succeeded is not run again, so the same
+call continues after an interruption. A failed command ends with its last lines, and what does not need it goes on.
 """
 
 import argparse
@@ -19,6 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 Command = tuple[str, ...]
 """A Python module and its arguments."""
 
@@ -27,6 +31,8 @@ _CLI = "preheat"
 _BENCHMARKS = "benchmarks"
 _DATA = Path(__file__).resolve().parents[1] / "data"
 _CONFIG = _DATA.parent / "truss" / "configs" / "h200.yaml"
+_CONFIG_NAME = "config.yaml"
+_ROWS = 16  # largest batch of the servers' UNet
 _RANDOM = "engine_builder.checkpoints.random_models"
 
 
@@ -62,10 +68,16 @@ class _Commands:
     def make(self, model: str, path: str, *arguments: str) -> Command:
         return (_RANDOM, model, path, *arguments)
 
-    def release(self, model: str, name: str, sizes: Sequence[str], *arguments: str) -> tuple[Command, ...]:
+    def build(self, model: str, name: str, sizes: Sequence[str], *arguments: str) -> Command:
         sized = [part for each in sizes for part in ("--size", each)]
         build = ("build", model, "--name", name, *self.store, "--no-refiner", "--jobs", str(self.options.jobs))
-        return (_CLI, *build, *sized, *arguments), (_CLI, "publish", f"{name}/1", *self.store)
+        return (_CLI, *build, *sized, *arguments)
+
+    def publish(self, name: str, *arguments: str) -> Command:
+        return (_CLI, "publish", f"{name}/1", *self.store, *arguments)
+
+    def release(self, model: str, name: str, sizes: Sequence[str], *arguments: str) -> tuple[Command, ...]:
+        return self.build(model, name, sizes, *arguments), self.publish(name)
 
     def measurement(self, name: str, needs: str, module: Command, *arguments: str) -> Work:
         named = (*module[1:], self.path("store"), f"{needs}/1")
@@ -114,24 +126,30 @@ def _plan_pipelines(commands: _Commands) -> Plan:
 def _plan_servers(commands: _Commands) -> Plan:
     """Plan the Truss server: load on a release in fp16 and in FP8, and three releases in two slots."""
     options, release = commands.options, commands.release
-    batches, served = commands.batches(1, 2, 4, 8, 16), (*commands.store, "--config", str(options.config))
+    batches, served = commands.batches(1, 2, 4, 8, 16), (*commands.store, "--config", commands.path(_CONFIG_NAME))
     seconds = ("--seconds", str(options.seconds), "--open-seconds", str(options.open_seconds))
     loads = (*served, "--size", options.size, "--steps", "20", "--clients", "1,8,32", "--shares", "0.68,0.87", *seconds)
     size = ("--size", options.size)
-    fp8 = ("--precision", "fp8", "--policy", str(_DATA / "policies" / "fp8-convolutions.toml"))
-    calibrate = (_CLI, "calibrate", commands.sdxl, *commands.store, "--no-refiner", "--count", "4", *size)
+    policy = ("--policy", str(_DATA / "policies" / "fp8-convolutions.toml"))
+    of_model = (commands.sdxl, *commands.store, "--no-refiner", "--count", "4", "--steps", "4", *size)
+    fp8 = (
+        (_CLI, "calibrate", *of_model),
+        (_CLI, "check-fp8", *of_model, *policy),
+        commands.build(commands.sdxl, "sdxl-fp8", batches, "--precision", "fp8", *policy),
+        commands.publish("sdxl-fp8", "--accept"),  # with fewer prompts and steps than a release needs
+    )
     tuned, fine_tunes = {seed: commands.path(f"sdxl-{seed}") for seed in ("1", "2")}, []
     for seed, path in tuned.items():
         fine_tunes += [commands.make("sdxl", path, "--unet-seed", seed), *release(path, f"sdxl-{seed}", batches)]
     several = ["sdxl-load/1", *(f"sdxl-{seed}/1" for seed in tuned)]
     further = [part for name in several[1:] for part in ("--with", name)]
 
-    def load(name: str, *arguments: str) -> Command:
-        return (_CLI, "load", name, *loads, *commands.rows("load"), *arguments)
-
-    def offline(name: str) -> Command:
+    def load(work: str, name: str) -> Work:
         numbers = (*size, "--steps", "20", "--seconds", str(options.seconds), "--share", "0")
-        return (f"{_BENCHMARKS}.in_flight", name, *commands.store, *numbers, *commands.rows("load"))
+        offline = (f"{_BENCHMARKS}.in_flight", f"{name}/1", *commands.store, *numbers, *commands.rows(work))
+        plain = (_CLI, "load", f"{name}/1", *loads, *commands.rows(work))
+        lists = [("--requests", str(_DATA / "requests" / f"{requests}.json")) for requests in ("fast", "mix")]
+        return Work(work, (offline, plain, *((*plain, *requests) for requests in lists)), (name,))
 
     def bench(kind: str, *names: str) -> Command:
         return (_CLI, "bench", kind, *names, *served, *size, *commands.counts, *commands.rows(kind))
@@ -139,14 +157,17 @@ def _plan_servers(commands: _Commands) -> Plan:
     base = ("sdxl-model",)
     prepared = [
         Work("sdxl-load", release(commands.sdxl, "sdxl-load", batches), base),
-        Work("sdxl-fp8", (calibrate, *release(commands.sdxl, "sdxl-fp8", batches, *fp8)), base),
+        Work("sdxl-fp8", fp8, base),
         Work("sdxl-tuned", tuple(fine_tunes), ("sdxl-load",)),
     ]
-    forecasts = ("--requests", str(_DATA / "requests" / "fast.json"))
     return prepared, [
-        Work("load", (offline("sdxl-load/1"), load("sdxl-load/1")), ("sdxl-load",)),
-        Work("load-fp8", (offline("sdxl-fp8/1"), load("sdxl-fp8/1"), load("sdxl-fp8/1", *forecasts)), ("sdxl-fp8",)),
-        Work("releases", (bench("releases", *several), bench("cold-start", several[0], *further)), ("sdxl-tuned",)),
+        load("load", "sdxl-load"),
+        load("load-fp8", "sdxl-fp8"),
+        Work(
+            "releases",
+            (bench("releases", *several), bench("cold-start", several[0], *further)),
+            ("sdxl-load", "sdxl-tuned"),
+        ),
     ]
 
 
@@ -201,9 +222,19 @@ def run_all(folder: Path, prepared: Sequence[Work], measured: Sequence[Work]) ->
     return all(results.values())
 
 
+def write_config(config: Path, path: Path, size: str) -> None:
+    """Write a config of one worker that serves one size."""
+    content = yaml.safe_load(config.read_text())
+    width, height = map(int, size.split("x"))
+    bucket = {"height": height, "width": width, "rows": _ROWS}
+    content["model_metadata"]["preheat"] |= {"buckets": [bucket], "workers": 1}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("work", type=Path, help="folder for models, store, logs and rows; 40 GB")
+    parser.add_argument("work", type=Path, help="folder for models, store, logs and rows; 80 GB")
     parser.add_argument("--only", action="append", default=[], help="a measurement, repeatable; default: all")
     parser.add_argument("--size", default="1024x1024", help="of SDXL's images")
     parser.add_argument("--sd-size", default="512x512", help="of SD 1.5's images")
@@ -211,7 +242,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--seconds", type=int, default=40, help="of each load without pauses")
     parser.add_argument("--open-seconds", type=int, default=300, help="of each load with random arrivals")
-    parser.add_argument("--config", type=Path, default=_CONFIG, help="of the servers")
+    parser.add_argument(
+        "--config", type=Path, default=_CONFIG, help="config.yaml of the servers; its buckets are replaced"
+    )
     parser.add_argument("--jobs", type=int, default=5, help="engines that each build compiles at once")
     parser.add_argument("--gpus", type=int, default=1, choices=(1, 2, 4, 8), help="also measure an image on so many")
     return parser
@@ -225,6 +258,7 @@ def main() -> None:
     if unknown := [name for name in options.only if name not in names]:
         parser.error(f"--only {unknown[0]}: expected one of {', '.join(names)}")
     chosen = [work for work in measured if not options.only or work.name in options.only]
+    write_config(options.config, options.work / _CONFIG_NAME, options.size)
     if not run_all(options.work.absolute(), prepared, chosen):
         sys.exit(1)
 

@@ -1,30 +1,45 @@
-"""How busy this machine's GPUs are, and how much of their memory is in use, while other processes use them."""
+"""Sample how busy GPUs are, and how much of their memory is in use, while other processes use them."""
 
+import re
 import shutil
 import statistics
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from typing import Any, Self
 
 _INTERVAL_MS = 250
-_QUERY = "--query-gpu=utilization.gpu,memory.used"
+_SAMPLE = re.compile(rb"(\d+), (\d+)\n")
+
+
+def gpu_ids(count: int | None = None) -> list[str]:
+    """Return nvidia-smi's names of torch's first `count` GPUs, by default of all. Empty on a CPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    found = torch.cuda.device_count()
+    return [f"GPU-{torch.cuda.get_device_properties(gpu).uuid}" for gpu in range(min(count or found, found))]
 
 
 class GpuUse:
-    """Samples all GPUs with nvidia-smi while the `with` block runs. Without nvidia-smi nothing is sampled.
+    """Samples GPUs with nvidia-smi while the `with` block runs. Lines that are not samples are left out.
 
-    A GPU's utilization is the share of the time, since the driver's last sample, in which a kernel ran.
+    A GPU's utilization is the share of the time since the driver's last sample in which a kernel ran.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ids: Sequence[str]) -> None:
+        """`ids`: from `gpu_ids`. Empty: nothing is sampled."""
+        self._ids = ids
+        self._process: subprocess.Popen[bytes] | None = None
         self.entries: dict[str, Any] = {}
-        """After the block: `gpu_idle_percent`, the mean of all samples, and `memory_gib`, the most of one GPU."""
+        """After the block: `gpus`, `gpu_idle_percent` (the mean) and `memory_gib` (the most of a GPU). Or empty."""
 
     def __enter__(self) -> Self:
-        self._process: subprocess.Popen[bytes] | None = None
-        if program := shutil.which("nvidia-smi"):
+        if self._ids and (program := shutil.which("nvidia-smi")):
             self._output = tempfile.TemporaryFile()
-            command = [program, _QUERY, "--format=csv,noheader,nounits", f"--loop-ms={_INTERVAL_MS}"]
+            query = ["--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader,nounits"]
+            command = [program, f"--id={','.join(self._ids)}", *query, f"--loop-ms={_INTERVAL_MS}"]
             self._process = subprocess.Popen(command, stdout=self._output, stderr=subprocess.DEVNULL)
         return self
 
@@ -35,10 +50,10 @@ class GpuUse:
         self._process.wait()
         with self._output:
             self._output.seek(0)
-            lines = [line.split(b",") for line in self._output.read().splitlines(keepends=True) if line.endswith(b"\n")]
-        samples = [(float(busy), float(mib)) for busy, mib in lines]
+            samples = [(int(busy), int(mib)) for busy, mib in _SAMPLE.findall(self._output.read())]
         if samples:
             self.entries = {
+                "gpus": len(self._ids),
                 "gpu_idle_percent": round(100 - statistics.mean(busy for busy, _ in samples), 2),
                 "memory_gib": round(max(mib for _, mib in samples) / 1024, 2),
             }

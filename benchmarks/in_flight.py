@@ -152,8 +152,9 @@ def measure(
 ) -> list[Row]:
     """Measure all cases.
 
-    `seconds`: duration of each measurement. `share`: of the capacity, for the Poisson arrivals; 0: none. `images`: at
-    once; default: the loop's capacity. `mix`: numbers of steps of the Poisson arrivals; default: the request's own.
+    `seconds`: duration of each measurement. `share`: of the capacity, for the Poisson arrivals; 0 leaves them out.
+    `images`: at once; default: the loop's capacity. `mix`: numbers of steps of the Poisson arrivals; default: the
+    request's own.
     """
     params = resolve(request, loaded.served)
     steps = params.num_inference_steps
@@ -210,7 +211,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--mix", help="numbers of steps of the Poisson arrivals, e.g. 4,20,30,50; default: --steps")
     parser.add_argument("--seconds", type=float, default=60, help="seconds of each measurement")
-    parser.add_argument("--share", type=float, default=0.7, help="share of the capacity, for the arrivals; 0: none")
+    parser.add_argument(
+        "--share", type=float, default=0.7, help="share of the capacity, for the arrivals; 0: no arrivals"
+    )
     parser.add_argument("--out", type=Path, help="append the rows to this JSON file")
     options = parser.parse_args()
     size = dict(zip(("width", "height"), map(int, options.size.split("x")), strict=True)) if options.size else {}

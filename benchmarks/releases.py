@@ -9,12 +9,15 @@ from typing import Any
 
 from benchmarks.measure import Work, measure
 from benchmarks.rows import Row, make_row
+from model.errors import PreheatError
 from preheat.local_server.client import generate
 from preheat.local_server.demo import read_metrics
 
 _TIMEOUT_SECONDS = 600.0
+_POLL_SECONDS = 0.2
 _SWAPS_A_ROUND = 4  # even, so that a round ends with the release that it began with
 _RESIDENT = 'preheat_release_resident{{release="{release}"}}'
+_FAILED = 'preheat_release_loads_total{outcome="failed"}'
 _FILLS = 'preheat_release_load_seconds_{kind}{{outcome="fill"}}'
 
 
@@ -28,20 +31,33 @@ class Turns:
 
 @dataclass
 class Swaps:
-    """Seconds of each swap, and of the requests for another release while slots are swapped and while they are not."""
+    """Seconds of swaps, and of requests for a release in the other slot."""
 
     swaps: list[float] = field(default_factory=list)
-    beside_swaps: list[float] = field(default_factory=list)
-    beside_none: list[float] = field(default_factory=list)
+    with_swaps: list[float] = field(default_factory=list)
+    """Requests while two releases are swapped."""
+    without_swaps: list[float] = field(default_factory=list)
+    """Requests while images of another release are generated, without swaps."""
+
+
+class NotSwapped(PreheatError):
+    """A server does not put releases into slots as the measurement needs it."""
+
+    remedy = "Start it with `preheat serve` and the same releases and config, and read its log."
 
 
 def wait_resident(url: str, releases: Sequence[str], timeout: float) -> None:
-    """Return when the weights of `releases` are on the device. Raises TimeoutError after `timeout` seconds."""
+    """Return when the weights of `releases` are on the device.
+
+    Raises NotSwapped after `timeout` seconds, or if a release cannot be loaded.
+    """
     deadline = time.monotonic() + timeout
-    while not all(read_metrics(url).get(_RESIDENT.format(release=release)) for release in releases):
+    while missing := [name for name in releases if not read_metrics(url).get(_RESIDENT.format(release=name))]:
+        if read_metrics(url).get(_FAILED):
+            raise NotSwapped(f"A release cannot be loaded; {', '.join(missing)} without a slot.")
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{', '.join(releases)} are not in slots after {timeout:g} s.")
-        time.sleep(0.2)
+            raise NotSwapped(f"After {timeout:g} s no slot was opened for {', '.join(missing)}.")
+        time.sleep(_POLL_SECONDS)
 
 
 def measure_turns(url: str, releases: Sequence[str], request: Mapping[str, Any], warm_ups: int, runs: int) -> Turns:
@@ -52,7 +68,7 @@ def measure_turns(url: str, releases: Sequence[str], request: Mapping[str, Any],
 
 
 def measure_swaps(url: str, releases: Sequence[str], request: Mapping[str, Any], runs: int) -> Swaps:
-    """Measure at least `runs` swaps. Two slots hold the first two of three `releases`.
+    """Measure at least `runs` swaps. Two slots hold the first two of three `releases`. Raises NotSwapped.
 
     One client asks for the first release all the time, so that it keeps its slot. Another one asks for the third and
     the second in turns, so that each request waits for a swap, and in other rounds as often for the second alone.
@@ -60,20 +76,24 @@ def measure_swaps(url: str, releases: Sequence[str], request: Mapping[str, Any],
     resident, second, third = releases
     found = Swaps()
     while len(found.swaps) < runs:
-        found.beside_none += _ask_beside(url, request, resident, [second] * _SWAPS_A_ROUND, lambda _: None)
+        before = len(found.swaps)
+        names = [second] * _SWAPS_A_ROUND
+        found.without_swaps += _ask_concurrently(url, request, resident, names, found.swaps.append)
         names = [third, second] * (_SWAPS_A_ROUND // 2)
-        found.beside_swaps += _ask_beside(url, request, resident, names, found.swaps.append)
+        found.with_swaps += _ask_concurrently(url, request, resident, names, found.swaps.append)
+        if len(found.swaps) - before != _SWAPS_A_ROUND:
+            raise NotSwapped(f"{_SWAPS_A_ROUND} requests in turns made {len(found.swaps) - before} swaps.")
     return found
 
 
 def make_rows(turns: Turns, swaps: Swaps, size: str, precision: str, steps: int, **extra: Any) -> list[Row]:
-    """Return a row for each list of times, in milliseconds. `extra`: entries of all of them."""
+    """Return a row for each list of times, in milliseconds. `extra`: entries of all rows."""
     times = {
         "one release": turns.alone,
         "two releases in turns": turns.alternating,
         "a swap": [1000 * seconds for seconds in swaps.swaps],
-        "beside another release": [1000 * seconds for seconds in swaps.beside_none],
-        "beside two that are swapped": [1000 * seconds for seconds in swaps.beside_swaps],
+        "one release while another one generates": [1000 * seconds for seconds in swaps.without_swaps],
+        "one release while others are swapped": [1000 * seconds for seconds in swaps.with_swaps],
     }
     return [
         make_row(f"several releases, {name} {size}", values, "ms", precision, steps, 1, **extra)
@@ -92,7 +112,7 @@ def _asking(url: str, releases: Sequence[str], request: Mapping[str, Any]) -> Wo
     return work
 
 
-def _ask_beside(
+def _ask_concurrently(
     url: str, request: Mapping[str, Any], resident: str, names: Sequence[str], swapped: Callable[[float], None]
 ) -> list[float]:
     """Ask for the releases `names`, and meanwhile for `resident`. Returns the seconds of the answers of `resident`.

@@ -1,4 +1,6 @@
-"""Write docs/benchmarks.md and its plots from docs/benchmarks/*.json. Nothing in the pages is written by hand.
+"""Write docs/benchmarks*.md, their plots and the tables of headlines from docs/benchmarks/*.json.
+
+Nothing in docs/benchmarks*.md is written by hand.
 
 Each file gives a section of its name, on the page of the device in its name: docs/benchmarks-h100.md. The first page
 lists all sections, after a table of the rows with an entry `headline`, which says what was measured. The same table is
@@ -47,10 +49,6 @@ _HEAD = """\
 Made by `preheat report` from the rows in `docs/benchmarks/`; edit those, not these pages. p50, p90 and p99 are by
 nearest rank over all runs, counted from the best (of images/s the highest). The list under a table has the device, the
 versions and the command of its rows. A command exists at its commit.
-"""
-_HEADLINE_HEAD = """\
-| SDXL, 1024x1024, random weights | GPU | p50 | images/s | images a GPU hour | GPU memory | commit |
-|---|---|--:|--:|--:|--:|---|
 """
 _DEVICE_HEAD = """\
 # Benchmarks: {device}
@@ -116,7 +114,10 @@ def render(folder: Path, page: Path) -> dict[Path, str]:
     for path in (page.parent.parent / "README.md", page.parent / "scaling.md"):
         if path.is_file() and BEGIN in (text := path.read_text()):
             before, _, rest = text.partition(BEGIN)
-            texts[path] = before + BEGIN + headlines(sections, page, path.parent) + END + rest.partition(END)[2]
+            _, end, after = rest.partition(END)
+            if not end:
+                raise BadRows(f"{path} has no line {END.strip()!r} after {BEGIN.strip()!r}.", "Add the line.")
+            texts[path] = before + BEGIN + headlines(sections, page, path.parent) + end + after
     return texts
 
 
@@ -124,22 +125,27 @@ def headlines(sections: Mapping[str, Sequence[Row]], page: Path, base: Path) -> 
     """Return the table of the rows with a headline, or "" without any. Its links begin at the folder `base`."""
     found = [(name, row) for name, rows in sections.items() for row in rows if "headline" in row.extra]
     found.sort(key=lambda pair: (_short(pair[1].gpu), pair[1].batch, -pair[1].steps, -(_rate(pair[1]) or 0)))
-    lines = []
+    cells = []
     for name, row in found:
         link = f"{Path(os.path.relpath(_page_of(name, page), base)).as_posix()}#{_anchor(title_of(name))}"
         rate, milliseconds, memory = _rate(row), _latency(row), row.extra.get("memory_gib")
         gpus = row.extra.get("gpus", 1)
-        cells = (
-            f"[{_cell(row.extra['headline'])}]({link})",
-            _short(row.gpu) if gpus == 1 else f"{gpus} {_short(row.gpu)}",
-            "" if milliseconds is None else f"{_number(milliseconds / 1000)} s",
-            "" if rate is None else _number(rate),
-            "" if rate is None else _number(3600 * rate / gpus),
-            "" if memory is None else f"{memory:.1f} GiB",
-            row.commit,
-        )
-        lines.append(f"| {' | '.join(cells)} |\n")
-    return "".join([_HEADLINE_HEAD, *lines]) if lines else ""
+        cells.append({
+            "SDXL, 1024x1024, random weights": f"[{_cell(row.extra['headline'])}]({link})",
+            "GPU": _short(row.gpu) if gpus == 1 else f"{gpus} {_short(row.gpu)}",
+            "p50": "" if milliseconds is None else f"{_number(milliseconds / 1000)} s",
+            "images/s": "" if rate is None else _number(rate),
+            "images a GPU hour": "" if rate is None else _number(3600 * rate / gpus),
+            "GPU memory": "" if memory is None else f"{memory:.1f} GiB",
+            "commit": row.commit,
+        })  # fmt: skip
+    columns = [column for column in (cells[0] if cells else ()) if any(each[column] for each in cells)]
+    lines = [
+        columns,
+        ["---", "---", *(["--:"] * (len(columns) - 3)), "---"],
+        *([each[c] for c in columns] for each in cells),
+    ]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines) if cells else ""
 
 
 def _short(gpu: str) -> str:

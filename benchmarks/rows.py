@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
+from benchmarks.gpu_use import gpu_ids
 from engine_builder.files import check_writable, read_file, write_file
 from model.errors import PreheatError
 
@@ -183,12 +184,10 @@ def _command_line() -> str:
 
 def _query_gpu(*fields: str) -> list[str]:
     """Return the values of nvidia-smi's `fields` for torch's first GPU. Empty without a GPU."""
-    import torch
-
-    if not torch.cuda.is_available():
+    ids = gpu_ids(1)
+    if not ids:
         return []
-    identity = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
-    query = ["nvidia-smi", f"--id={identity}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    query = ["nvidia-smi", f"--id={ids[0]}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     answer = subprocess.run(query, capture_output=True, text=True)
     return [value.strip() for value in answer.stdout.split(",")] if answer.returncode == 0 else []
 

@@ -51,6 +51,11 @@ class Outcome:
         return self.images / self.seconds if self.seconds else 0.0
 
     @property
+    def answers_per_second(self) -> float:
+        """Requests that returned images, a second."""
+        return len(self.latencies) / self.seconds if self.seconds else 0.0
+
+    @property
     def refused(self) -> int:
         """Number of requests that a full queue refused."""
         return self.statuses[429]
@@ -114,13 +119,16 @@ async def open_loop(url: str, request_of: RequestOf, rate: float, seconds: float
     return outcome
 
 
-def outcome_rows(outcomes: Sequence[Outcome], precision: str, steps: int, size: str) -> list[Row]:
-    """Return a row for each load that returned images: latencies in seconds, images/s, and counts."""
+def outcome_rows(outcomes: Sequence[Outcome], precision: str, steps: int, kind: str, **extra: Any) -> list[Row]:
+    """Return a row for each load that returned images: latencies in seconds, images/s, and counts.
+
+    `kind`: end of the rows' names. `extra`: entries of all rows.
+    """
     return [
         make_row(
-            f"{outcome.case} {size}", outcome.latencies, "s", precision, steps, 1, digits=3,
+            f"{outcome.case} {kind}", outcome.latencies, "s", precision, steps, 1, digits=3,
             images_per_second=round(outcome.images_per_second, 3), refused=outcome.refused, failed=outcome.failed,
-            **outcome.gpu,
+            **outcome.gpu, **extra,
         )
         for outcome in outcomes
         if outcome.latencies

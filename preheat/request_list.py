@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from engine_builder.error_text import cause_of
 from engine_builder.files import read_file
 from model.errors import PreheatError
@@ -29,3 +31,9 @@ def read_request_list(path: Path, most: int) -> list[dict[str, Any]]:
         if not isinstance(entry, dict):
             raise BadRequestFile(f"{path}, request {number} is not a JSON object.")
     return entries
+
+
+def bad_request(where: str, error: ValidationError) -> BadRequestFile:
+    """Return the error of a request whose fields are invalid. `where`: the file and the request's number."""
+    first = error.errors(include_url=False)[0]
+    return BadRequestFile(f"{where}, {'.'.join(map(str, first['loc']))}: {first['msg']}.")

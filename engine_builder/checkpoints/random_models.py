@@ -147,7 +147,7 @@ def write_sd(folder: Path, tokenizers: Path, seed: int = 0, configs: Configs = S
 def _save_networks(
     folders: Mapping[str, Path], configs: Configs, seed: int, seeds: Mapping[str, int] = MappingProxyType({})
 ) -> None:
-    """Write networks of `configs`, by name, each to its folder. `seeds`: of those that have another one."""
+    """Write networks of `configs`, by name, each to its folder. `seeds`: by network, in place of `seed`."""
     for name, folder in folders.items():
         with _seeded_half(seeds.get(name, seed)):
             make_network(name, configs).eval().save_pretrained(folder, max_shard_size="20GB")
@@ -277,7 +277,7 @@ def main() -> None:
             model.add_argument("--kind", choices=kinds, default=kinds[0])
         if name == "sdxl":
             model.add_argument("--refiner", action="store_true", help="also write the refiner, to OUT/refiner")
-            model.add_argument("--unet-seed", type=int, help="of the base's UNet: a fine-tune; default: that of --seed")
+            model.add_argument("--unet-seed", type=int, help="of the base's UNet: a fine-tune; default: --seed")
     options = vars(parser.parse_args())
     writers = {"sdxl": write_sdxl, "sd": write_sd, "controlnet": write_controlnet, "ip-adapter": write_ip_adapter}
     write: Any = writers[options.pop("model")]

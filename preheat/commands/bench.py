@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from rich.table import Table
 from typer.core import TyperGroup
 
-from benchmarks.gpu_use import GpuUse
+from benchmarks.gpu_use import GpuUse, gpu_ids
 from benchmarks.rows import Row, check_rows_file, finish
 from model.errors import RequestRefused
 from model.pipeline.spec import UNET
@@ -202,7 +202,7 @@ def cold_start(
         request["width"], request["height"] = parse_size(size)
     buckets = [parse_bucket(text, "--bucket") for text in bucket or []]
     local = open_cli_store(store)
-    manifest = local.read_release(release)
+    manifest, *_ = [local.read_release(name) for name in (release, *(further or ()))]
     # The dtype of the UNet's outputs, as in the rows of `latency`.
     precision = next(engine.precision.io for engine in manifest.engines if engine.component == UNET)
 
@@ -226,8 +226,9 @@ def cold_start(
             if s3 == "own":
                 console.print("Starting an object store")
                 stack.enter_context(starts.run_test_object_store(ROOT, work))
-                with activity(f"Copying {release} to {url}"):
-                    copy_release(local, open_cli_store(url), release)
+                for name in (release, *(further or ())):
+                    with activity(f"Copying {name} to {url}"):
+                        copy_release(local, open_cli_store(url), name)
             settings = read_settings(layouts[0].config["model_metadata"]["preheat"])
             deployment = Deployment.of(settings.of_release(release))
             blobs = select(manifest, find_targets(deployment.runtime), deployment).blobs()
@@ -286,20 +287,21 @@ def releases(
     width, height = parse_size(size) if size else (manifest.settings.native_width, manifest.settings.native_height)
     request = {"prompt": prompt, "seed": 1, "num_inference_steps": steps, "width": width, "height": height}
     with tempfile.TemporaryDirectory(prefix="preheat-bench-") as folder:
-        layout = with_settings(_lay_out(config, [], Path(folder)), weight_slots=2)
-        with Server(layout, environment=release_variables(opened.url, release)) as server, GpuUse() as gpu:
+        layout = with_settings(_lay_out(config, [], Path(folder)), weight_slots=2, workers=1)  # a worker has own slots
+        with Server(layout, environment=release_variables(opened.url, release)) as server:
             with activity(f"Starting {', '.join(release)}"):
                 server.wait_ready(_TIMEOUT_SECONDS)
                 wait_resident(server.url, release[:2], _TIMEOUT_SECONDS)
             with activity("Requests for two releases in turns"):
                 turns = measure_turns(server.url, release[:2], request, warm_ups, runs)
-            with activity("Swaps"):
+            with activity("Swaps"), GpuUse(gpu_ids(1)) as gpu:
                 swaps = measure_swaps(server.url, release, request, runs)
-    rows = make_rows(turns, swaps, f"{width}x{height}", precision, steps, **gpu.entries)
+    memory = {name: value for name, value in gpu.entries.items() if name == "memory_gib"}
+    rows = make_rows(turns, swaps, f"{width}x{height}", precision, steps, **memory)
     _print_table(rows, "stages", "ms")
-    alone, alternating, _, beside_none, beside_swaps = rows
+    alone, alternating, _, without_swaps, with_swaps = rows
     console.print(f"Two releases in turns take {alternating.p50 / alone.p50:.3f} of the time of one.")
-    console.print(f"A request beside swaps takes {beside_swaps.p50 / beside_none.p50:.3f} of the time without.")
+    console.print(f"Requests take {with_swaps.p50 / without_swaps.p50:.3f} of the time while others are swapped.")
     finish(rows, out)
 
 
@@ -356,7 +358,10 @@ def report(
     ] = ROOT / "docs" / "benchmarks",
     out: Annotated[Path | None, typer.Option(help="The first page; default: FOLDER.md.")] = None,
 ) -> None:
-    """Write docs/benchmarks*.md and their plots from the rows in docs/benchmarks/*.json. Other SVG files there go."""
+    """Write docs/benchmarks*.md, their plots and the tables of headlines from the rows in docs/benchmarks/*.json.
+
+    Other SVG files in that folder are deleted. The table is also written into README.md and docs/scaling.md.
+    """
     from benchmarks.report import write_report
 
     page = out or folder.absolute().parent / f"{folder.resolve().name}.md"

@@ -32,7 +32,7 @@ from preheat.console import (
     save_report,
     say,
 )
-from preheat.request_list import BadRequestFile, read_request_list
+from preheat.request_list import BadRequestFile, bad_request, read_request_list
 
 if TYPE_CHECKING:
     from engine_builder.checkpoints.folder import Checkpoint
@@ -151,8 +151,7 @@ def read_requests(path: Path | None, steps: int) -> "list[GenerationRequest]":
         try:
             request = GenerationRequest.model_validate({"seed": number, "num_inference_steps": steps} | entry)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            raise BadRequestFile(f"{where}, {'.'.join(map(str, first['loc']))}: {first['msg']}.") from error
+            raise bad_request(where, error) from error
         if others := entry.keys() - {*FIELDS}:
             raise BadRequestFile(f"{where}, {min(others)}: is not compared.", f"Leave it out. Use {', '.join(FIELDS)}.")
         found.append(request)

@@ -3,21 +3,24 @@
 import asyncio
 import math
 import os
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
+from pydantic import ValidationError
 from rich.table import Column, Table
 
-from benchmarks.gpu_use import GpuUse
+from benchmarks.gpu_use import GpuUse, gpu_ids
 from benchmarks.rows import check_rows_file, finish, percentile
-from benchmarks.server_load import Outcome, closed_loop, open_loop, outcome_rows, plot
+from benchmarks.server_load import Outcome, RequestOf, closed_loop, open_loop, outcome_rows, plot
 from engine_builder.files import check_writable
 from engine_builder.releases.deployment import read_preheat_settings
 from engine_builder.truss_config import read_truss_config
 from model.errors import PreheatError
 from model.pipeline.spec import UNET
+from model.request_fields import GenerationRequest
 from preheat.console import (
     DEFAULT_PROMPT,
     DEFAULT_STORE,
@@ -38,7 +41,7 @@ from preheat.console import (
     print_warning,
 )
 from preheat.local_server import demo
-from preheat.request_list import read_request_list
+from preheat.request_list import BadRequestFile, bad_request, read_request_list
 
 _MAX_REQUESTS = 10_000
 Number = TypeVar("Number", int, float)
@@ -55,15 +58,15 @@ def load(
         str, typer.Option(help="Numbers of clients of the closed loops, separated by commas.")
     ] = "1,2,4,8,16,32",
     shares: Annotated[
-        str, typer.Option(help="Rates of the open loops, of the images/s that the closed loops reached.")
+        str, typer.Option(help="Rates of the open loops, as shares of the requests/s that the closed loops reached.")
     ] = "0.3,0.5,0.7,0.9,1.3",
     seconds: Annotated[float, typer.Option(min=1, help="Seconds of each load.")] = 15,
     open_seconds: Annotated[
-        float | None, typer.Option(min=1, help="Seconds of each open loop; default: those of --seconds.")
+        float | None, typer.Option(min=1, help="Seconds of each open loop; default: --seconds.")
     ] = None,
     requests: Annotated[
         Path | None,
-        typer.Option(help="JSON list of requests, sent in turns. --size and --steps are for those that state none."),
+        typer.Option(help="JSON list of requests, sent in turns. --size and --steps complete the requests."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Append the rows to this JSON file.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a plot of the rows to this file.")] = None,
@@ -71,48 +74,102 @@ def load(
 ) -> None:
     """Send closed-loop and open-loop load to the real server: images/s, latency, refusals. The last line is JSON."""
     counts, rates = _parse_numbers(clients, "--clients", int), _parse_numbers(shares, "--shares", float)
-    if not math.isfinite(seconds) or not math.isfinite(open_seconds or 0):
-        raise typer.BadParameter("is not a finite number", param_hint="--seconds")
+    for option, value in {"--seconds": seconds, "--open-seconds": open_seconds}.items():
+        if value is not None and not math.isfinite(value):
+            raise typer.BadParameter(f"{value} is not a finite number", param_hint=option)
     check_rows_file(out)
     if plot_file is not None:
         check_writable(plot_file)
-    entries: list[dict[str, Any]] = [{}] if requests is None else read_request_list(requests, _MAX_REQUESTS)
-    requested_size = parse_size(size) if size else None
     opened_store = open_cli_store(store, cache_dir)
     manifest = opened_store.read_release(release)
-    settings = manifest.settings
-    width, height = requested_size or (settings.native_width, settings.native_height)
-    wanted = None if url else read_preheat_settings(read_truss_config(config), os.environ).precision
-    precision: str = wanted or next(engine.precision.name for engine in manifest.engines if engine.component == UNET)
+    native = manifest.settings.native_width, manifest.settings.native_height
+    width, height = parse_size(size) if size else native
+    base: dict[str, Any] = {"prompt": DEFAULT_PROMPT, "width": width, "height": height, "num_inference_steps": steps}
+    entries = [base] if requests is None else _read_requests(requests, base)
+    precision = next(engine.precision.name for engine in manifest.engines if engine.component == UNET)
 
     def request_of(number: int) -> dict[str, Any]:
-        image = {"width": width, "height": height, "num_inference_steps": steps, "seed": number}
-        return {"prompt": DEFAULT_PROMPT, **image, **entries[number % len(entries)]}
+        return {"seed": number, **entries[number % len(entries)]}
 
-    def send(load: Coroutine[Any, Any, Outcome], text: str) -> Outcome:
-        with activity(text), GpuUse() as gpu:
-            outcome = asyncio.run(load)
-        outcome.gpu = gpu.entries
-        return outcome
-
-    def drive(url: str) -> list[Outcome]:
-        warm_up = asyncio.run(closed_loop(url, request_of, 2, 2))
-        if not warm_up.latencies:
-            raise PreheatError(f"The server generated no image: {warm_up.first_error.rstrip('.')}.")
-        outcomes = [send(closed_loop(url, request_of, count, seconds), f"{count} clients") for count in counts]
-        capacity = max(outcome.images_per_second for outcome in outcomes)
-        for share in rates:
-            text = f"{share:.0%} of {capacity:.2f} requests/s"
-            outcomes.append(send(open_loop(url, request_of, share * capacity, open_seconds or seconds), text))
-        return outcomes
-
+    loads = _Loads(request_of, counts, rates, seconds, open_seconds or seconds)
     if url is not None:
-        outcomes = drive(url)
+        outcomes = loads.send(url, [])
     else:
+        settings = read_preheat_settings(read_truss_config(config), os.environ)
+        precision = settings.precision or precision
+        gpus = gpu_ids(settings.workers and settings.workers * settings.gpus_per_image)
         with demo.serving(ROOT, config, SERVERS, opened_store.url, [release]) as server:
             with activity(f"Starting {release}"):
                 server.wait_ready(600)
-            outcomes = drive(server.url)
+            outcomes = loads.send(server.url, gpus)
+    _print_outcomes(outcomes)
+    kind, extra = f"{width}x{height}", {}
+    if requests is not None:
+        kind, extra = f"{kind}, {requests.stem}", {"requests": requests.stem}
+        steps, *others = {entry["num_inference_steps"] for entry in entries}
+        steps = 0 if others else steps
+    rows = outcome_rows(outcomes, precision, steps, kind, **extra)
+    request = f"{kind}, {f'{steps} steps' if steps else 'different steps'}, {precision}"
+    console.print(f"{rows[0].gpu}, torch {rows[0].torch}, {plain(request)}, {plain(release)}")
+    if plot_file is not None:
+        plot(outcomes, plot_file, f"{release}, {request}: {rows[0].gpu}")
+    finish(rows, out)
+
+
+@dataclass(frozen=True)
+class _Loads:
+    """Loads that are sent to a server one after the other.
+
+    counts: clients of each closed loop, for `seconds`. rates: of each open loop, for `open_seconds`, as shares of the
+    requests/s that the closed loops reached.
+    """
+
+    request_of: RequestOf
+    counts: Sequence[int]
+    rates: Sequence[float]
+    seconds: float
+    open_seconds: float
+
+    def send(self, url: str, gpus: Sequence[str]) -> list[Outcome]:
+        """Return the outcome of each load. Raises PreheatError if no request returns an image."""
+        warm_up = asyncio.run(closed_loop(url, self.request_of, 2, 2))
+        if not warm_up.latencies:
+            raise PreheatError(f"The server generated no image: {warm_up.first_error.rstrip('.')}.")
+        outcomes = []
+        for count in self.counts:
+            load = closed_loop(url, self.request_of, count, self.seconds)
+            outcomes.append(_send(load, f"{count} clients", gpus))
+        capacity = max(outcome.answers_per_second for outcome in outcomes)
+        for rate in self.rates:
+            load = open_loop(url, self.request_of, rate * capacity, self.open_seconds)
+            outcomes.append(_send(load, f"{rate:.0%} of {capacity:.2f} requests/s", gpus))
+        return outcomes
+
+
+def _send(load: Coroutine[Any, Any, Outcome], text: str, gpus: Sequence[str]) -> Outcome:
+    with activity(text), GpuUse(gpus) as use:
+        outcome = asyncio.run(load)
+    outcome.gpu = use.entries
+    return outcome
+
+
+def _read_requests(path: Path, base: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the requests of a file, completed by the fields of `base`. Raises BadRequestFile."""
+    requests = []
+    for number, entry in enumerate(read_request_list(path, _MAX_REQUESTS), start=1):
+        request, where = base | entry, f"{path}, request {number}"
+        try:
+            parsed = GenerationRequest.model_validate(request)
+        except ValidationError as error:
+            raise bad_request(where, error) from error
+        if parsed.stream or parsed.describe:
+            raise BadRequestFile(f"{where} asks for a stream or a description.", "Leave out `stream` and `describe`.")
+        requests.append(request)
+    return requests
+
+
+def _print_outcomes(outcomes: Sequence[Outcome]) -> None:
+    """Print a table, and why requests failed."""
     columns = ("images/s", "p50 s", "p90 s", "p99 s", "200", "429", "other", "GPU idle", "GPU memory")
     table = Table(Column("load", no_wrap=True), *columns[: None if outcomes[0].gpu else -2])
     for outcome in outcomes:
@@ -123,16 +180,7 @@ def load(
         table.add_row(outcome.case, f"{outcome.images_per_second:.2f}", *percentiles, *statuses, *gpu)
     console.print(table)
     if failed := next((outcome for outcome in outcomes if outcome.failed), None):
-        print_warning(
-            f"{failed.case}: {failed.failed} requests failed. The first without an image: {failed.first_error}"
-        )
-    kind = f"{width}x{height}" if requests is None else f"{width}x{height}, {requests.stem}"
-    rows = outcome_rows(outcomes, precision, steps, kind)
-    request = f"{width}x{height}, {steps} steps, {precision}"
-    console.print(f"{rows[0].gpu}, torch {rows[0].torch}, {request}, {plain(release)}")
-    if plot_file is not None:
-        plot(outcomes, plot_file, f"{release}, {request}: {rows[0].gpu}")
-    finish(rows, out)
+        print_warning(f"{failed.case}: {failed.failed} requests failed. The first: {failed.first_error}")
 
 
 def _parse_numbers(text: str, option: str, kind: type[Number]) -> list[Number]:

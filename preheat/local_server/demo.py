@@ -77,8 +77,8 @@ def cold_start_phases(url: str) -> dict[str, float]:
 def read_metrics(url: str) -> dict[str, float]:
     """Return the server's metrics by name with labels, as they are written, in their order. Raises CallFailed."""
     try:
-        text = httpx.get(f"{url}/metrics/", trust_env=False, timeout=10).text
-    except httpx.TransportError as error:
+        answer = httpx.get(f"{url}/metrics/", trust_env=False, timeout=10).raise_for_status()
+        lines = [line.rpartition(" ") for line in answer.text.splitlines() if line and not line.startswith("#")]
+        return {name: float(value) for name, _, value in lines}
+    except (httpx.HTTPError, ValueError) as error:
         raise CallFailed(f"{url}/metrics/ cannot be read: {cause_of(error)}.") from error
-    lines = (line.rpartition(" ") for line in text.splitlines() if line and not line.startswith("#"))
-    return {name: float(value) for name, _, value in lines}

@@ -125,13 +125,13 @@ def test_command_compares_with_the_code_of_a_commit(
     [(_, _, cases)] = benchmarks
     assert len(cases) == 4 and roots[:2] == [REPOSITORY] * 2 and REPOSITORY not in roots[2:]
     text = " ".join(result.output.split())
-    assert text.count("1.000 (1.000 to 1.000) times those to the first image of HEAD") == 2
+    assert text.count("1.000 (1.000 to 1.000) times the seconds to the first image of HEAD") == 2
     refused = cold_start(release, "--store", store.url, "--against", "no-such-commit")
     assert refused.exit_code == 2 and "'no-such-commit' is not a commit of" in " ".join(refused.output.split())
 
 
 def test_command_starts_several_releases(store: Store, release: str, benchmarks: Recorded) -> None:
-    result = cold_start(release, "--store", store.url, "--runs", "2", "--with", "other/1", "--with", "third/2")
+    result = cold_start(release, "--store", store.url, "--runs", "2", "--with", release, "--with", release)
     assert result.exit_code == 0, result.output
     rows = json.loads(result.output.splitlines()[-1])
     assert [row["case"] for row in rows] == [

@@ -3,18 +3,21 @@ files in place of builds; the real plan is only checked for what it names. And m
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import yaml
+from typer.main import get_command
 
-from benchmarks.full_size import Work, make_parser, plan, run_all
+from benchmarks.full_size import Work, make_parser, plan, run_all, write_config
 from engine_builder.checkpoints import random_models
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.checkpoints.release_settings import read_model_facts
 from engine_builder.networks.network import load_network
 from engine_builder.networks.network_check import check_model
-from engine_builder.quantization.policy import Policy
 from model.store.precision import FP16
+from preheat.main import app
 from tests.support.components import BASE_COMPONENTS, REFINER_COMPONENTS
 from tests.support.repository import MODEL_FOLDER
 
@@ -63,6 +66,17 @@ def test_failure_stops_only_what_needs_it(tmp_path: Path, capsys: pytest.Capture
     assert order(tmp_path) == ["repaired", "first"]
 
 
+def parse(arguments: list[str]) -> None:
+    """Parse a command line of `preheat`, and check its files. Fails for unknown options and missing files."""
+    command: Any = get_command(app)
+    context = command.make_context("preheat", [], resilient_parsing=True)
+    while hasattr(command, "get_command"):
+        name, *arguments = arguments
+        command = command.get_command(context, name)
+        assert command is not None, name
+    command.make_context(name, arguments)
+
+
 def test_plan_names_the_size_and_gpus(tmp_path: Path) -> None:
     def planned(*arguments: str) -> tuple[list[Work], list[Work]]:
         prepared, measured = plan(make_parser().parse_args([str(tmp_path), *arguments]))
@@ -76,11 +90,15 @@ def test_plan_names_the_size_and_gpus(tmp_path: Path) -> None:
     assert [one.name for one in measured] == [
         "text", "images", "controls", "image-prompts", "adapters", "sd-text", "load", "load-fp8", "releases",
     ]  # fmt: skip
-    for command in (command for one in measured for command in one.commands):
-        files = [Path(command[index + 1]) for index, part in enumerate(command) if part in ("--config", "--requests")]
-        assert all(file.is_file() for file in files), command
-    policies = [Path(build.split("--policy ")[1]) for build in builds if "--policy" in build]
-    assert [Policy.read(policy).convolutions for policy in policies] != [()]
+    write_config(make_parser().parse_args([str(tmp_path)]).config, tmp_path / "config.yaml", "256x128")
+    settings = yaml.safe_load((tmp_path / "config.yaml").read_text())["model_metadata"]["preheat"]
+    assert settings["buckets"] == [{"height": 128, "width": 256, "rows": 16}] and settings["workers"] == 1
+    for one in (*prepared, *measured):
+        for module, *arguments in one.commands:
+            if module == "preheat":
+                parse(arguments)
+    [fp8] = [one for one in prepared if any("--policy" in command for command in one.commands)]
+    assert [command[1] for command in fp8.commands] == ["calibrate", "check-fp8", "build", "publish"]
     prepared, measured = planned("--gpus", "2")
     shared = [" ".join(command) for command in measured[-1].commands]
     assert measured[-1].needs == ("sdxl-bands",) and prepared[-1].needs == ("sdxl-model",)

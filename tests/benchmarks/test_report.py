@@ -250,7 +250,10 @@ def test_row_has_the_gpus_driver_and_clocks(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     gpu = SimpleNamespace(uuid="1234")
     cuda = SimpleNamespace(
-        is_available=lambda: True, get_device_name=lambda _: "a GPU", get_device_properties=lambda _: gpu
+        is_available=lambda: True,
+        device_count=lambda: 2,
+        get_device_name=lambda _: "a GPU",
+        get_device_properties=lambda _: gpu,
     )
     monkeypatch.setattr(torch, "cuda", cuda)
     known = make_row("case", [1.0, 2.0, 4.0], "ms", "fp16", 30, 1).to_dict()

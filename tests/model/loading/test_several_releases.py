@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 
+from benchmarks.releases import measure_swaps, wait_resident
 from engine_builder.adapters.add import add_adapter
 from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan
@@ -349,6 +350,14 @@ def test_requests_of_all_releases_at_once(server: Server, store: WritableStore) 
                 params = resolve(GenerationRequest.model_validate(REQUEST | request), loaded.served)
                 for picture, expected in zip(made, generate(loaded.model, [params])[0], strict=True):
                     assert largest_difference(picture, expected) <= 1, request
+
+
+def test_swaps_of_a_server_are_measured(layout: Layout, store: WritableStore, tmp_path: Path) -> None:
+    with start_server(layout, tmp_path, store.url, workers=1, weight_slots=2) as server:
+        server.wait_ready(READY_SECONDS)
+        wait_resident(server.url, RELEASES[:2], READY_SECONDS)
+        swaps = measure_swaps(server.url, RELEASES, REQUEST, runs=1)
+    assert len(swaps.swaps) == 4 and min(*swaps.swaps, *swaps.with_swaps, *swaps.without_swaps) > 0
 
 
 @pytest.mark.parametrize("damage", ["deleted", "changed", "cut"])

@@ -112,7 +112,7 @@ def test_controlnets_run_for_the_entries_of_each_rank(compiled_control_store: Wr
         assert_equal(generate(divided.model, batch)[0], generate(alone.model, batch)[0])
 
 
-ERROR_SECONDS = 10.0  # in which the end of a rank must be answered
+ERROR_SECONDS = 60.0  # a limit for slow machines: see docs/log/branches.md for the measured time
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(8, marks=pytest.mark.full)])

@@ -33,6 +33,16 @@ def test_curve_ends_where_more_clients_only_queue(measured: Path) -> None:
     assert read_curve(measured) == pytest.approx({1: 0.05, 2: 2 / 30, 4: 0.1})
 
 
+def test_curve_is_of_the_last_measurement(measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["preheat", "load", "another/1"])
+    case = "closed loop, 2 clients 64x64"
+    append_rows(measured, [make_row(case, [1.0], "s", "fp32", 10, 1, images_per_second=1.0)])
+    assert read_curve(measured) == {2: 0.2}
+    append_rows(measured, [make_row(case, [1.0], "s", "fp32", 10, 1, images_per_second=1.0, requests="mix")])
+    ran = plan("constant:1", "--load", str(measured), "--cold-start", "1", "--p99", "3")
+    assert ran.exit_code == 2 and "measured with a list of requests" in " ".join(ran.output.replace("│", " ").split())
+
+
 def test_writes_settings_of_the_platform(measured: Path, tmp_path: Path) -> None:
     out, plot_file = tmp_path / "production.json", tmp_path / "plan.png"
     ran = plan(
