@@ -81,7 +81,7 @@ def measure_swaps(url: str, releases: Sequence[str], request: Mapping[str, Any],
         found.without_swaps += _ask_concurrently(url, request, resident, names, found.swaps.append)
         names = [third, second] * (_SWAPS_A_ROUND // 2)
         found.with_swaps += _ask_concurrently(url, request, resident, names, found.swaps.append)
-        if len(found.swaps) - before != _SWAPS_A_ROUND:
+        if len(found.swaps) - before < _SWAPS_A_ROUND:  # more: the first release had to leave, too
             raise NotSwapped(f"{_SWAPS_A_ROUND} requests in turns made {len(found.swaps) - before} swaps.")
     return found
 

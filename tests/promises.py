@@ -142,7 +142,7 @@ CAPABILITIES: Tests = {
         "tests/model/ranks/test_ranks.py::test_the_end_of_a_rank_is_answered",
         "tests/model/ranks/test_ranks.py::test_a_server_divides_its_batches_and_ends_with_a_rank",
         "tests/model/ranks/test_ranks.py::test_two_bands_make_the_picture_of_one",
-        "tests/model/ranks/test_ranks.py::test_four_ranks_divide_the_halves_of_guidance_and_their_rows",
+        "tests/model/ranks/test_ranks.py::test_ranks_divide_the_halves_of_guidance_and_their_rows",
     ),
     "trust": (
         "tests/model/store/test_signature.py::test_server_with_key_loads_only_signed_releases",

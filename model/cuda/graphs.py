@@ -12,6 +12,7 @@ lives as long as the graph.
 """
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
@@ -20,6 +21,10 @@ from typing import Any
 import torch
 
 from model.cold_start import warm_up_part
+
+CAPTURING = threading.Lock()
+"""Held during a capture. Page-locked memory of a copy on the captured stream is freed with it only: torch's allocator
+would record an event there, which the capture makes invalid."""
 
 _WARM_UPS = 2  # kernels are loaded at their first call, which a capture does not allow
 _NO_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}
@@ -58,9 +63,11 @@ def capture(work: Callable[[], None], workspace: bool = True, name: str = "graph
         with warm_up_part(f"{name}_wait"):
             torch.cuda.synchronize()
         torch._C._cuda_clearCublasWorkspaces()
-        with warm_up_part(f"{name}_capture"):
-            # Other threads encode images and answer requests meanwhile, so only this thread's calls are restricted.
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        with warm_up_part(f"{name}_capture"), CAPTURING:
+            # Other threads encode images and answer requests meanwhile, so only this thread's calls are restricted. The
+            # outer statement makes the stream current again if the end of the capture fails.
+            recording = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+            with torch.cuda.stream(replay_stream), recording:
                 work()
 
     def replay() -> None:

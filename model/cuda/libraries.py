@@ -6,8 +6,9 @@ libraries. The first runs of engines would otherwise do this. The thread starts 
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -41,10 +42,16 @@ def _load(device: torch.device, cold_start: ColdStart) -> None:
     with cold_start.phase("libraries"):
         for use in (_use_cublas, _use_convolution, _use_attention):
             try:
-                with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+                with torch.cuda.stream(_stream_of(use, device)):
                     use(device)
             except RuntimeError as error:
                 logger.debug("%s: %s", use.__name__, error)
+
+
+@cache
+def _stream_of(use: Callable[[torch.device], None], device: torch.device) -> torch.cuda.Stream:
+    """Return the same stream at each load: torch has 32, and one of them captures graphs."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _use_cublas(device: torch.device) -> None:

@@ -23,8 +23,10 @@ def clip_input(levels: torch.Tensor, side: int) -> torch.Tensor:
     height, width = levels.shape[1:3]
     shorter = min(height, width)
     scaled_height, scaled_width = side * height // shorter, side * width // shorter
-    rows = _weights(height, scaled_height, side, levels.device)
-    columns = _weights(width, scaled_width, side, levels.device)
+    rows, columns = (
+        to_device(_weights(size, scaled, side), levels.device)
+        for size, scaled in ((height, scaled_height), (width, scaled_width))
+    )
     pixels = levels.permute(0, 3, 1, 2)
     # Pillow's order of the two passes, each of which is rounded to levels
     if height - scaled_height > max(0, 2 * (width - scaled_width)):
@@ -36,7 +38,7 @@ def clip_input(levels: torch.Tensor, side: int) -> torch.Tensor:
 
 def normalize(levels: torch.Tensor) -> torch.Tensor:
     """Normalize float32 [images, 3, side, side] from 0 to 255 by the mean and deviation of CLIP's training images."""
-    mean, deviation = (torch.tensor(values, device=levels.device)[:, None, None] for values in (MEAN, DEVIATION))
+    mean, deviation = (to_device(torch.tensor(values), levels.device)[:, None, None] for values in (MEAN, DEVIATION))
     return (levels / 255 - mean) / deviation
 
 
@@ -52,9 +54,10 @@ def _scale_lines(levels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache(maxsize=16)
-def _weights(size: int, scaled: int, side: int, device: torch.device) -> torch.Tensor:
-    """Return float64 [side, size]: the weights of the middle `side` of `scaled` outputs, in multiples of 1 / _UNIT.
+def _weights(size: int, scaled: int, side: int) -> torch.Tensor:
+    """Return the weights of the middle `side` of `scaled` outputs, in multiples of 1 / _UNIT.
 
+    They are float64 [side, size], on the host: those on a device would belong to the stream that made them.
     The filter is `precompute_coeffs` of Pillow's Resample.c, with bicubic convolution (a = -0.5).
     """
     scale = size / scaled
@@ -68,4 +71,4 @@ def _weights(size: int, scaled: int, side: int, device: torch.device) -> torch.T
     begin, end = ((centers + reach + 0.5).floor() for reach in (-2 * stretch, 2 * stretch))
     weights *= (x < 2) & (positions >= begin) & (positions < end)
     weights = weights / weights.sum(dim=1, keepdim=True) * _UNIT
-    return to_device((weights + torch.copysign(torch.tensor(0.5), weights)).trunc(), device)
+    return (weights + torch.copysign(torch.tensor(0.5), weights)).trunc()

@@ -2,6 +2,7 @@
 
 import torch
 
+from model.cuda.graphs import CAPTURING
 from model.images.encode import Pixels
 
 
@@ -18,28 +19,35 @@ class PendingImage:
 
         `flagged`: bool [1], true if a safety checker flagged them; None: they were not checked.
         """
-        self._levels, self._finite, self._flagged, self._done = levels[0], finite, flagged, None
+        self._queued = [levels[0], finite, *([] if flagged is None else [flagged])]
+        self._done = None
+        self._finite: list[bool] = []
+        self._flagged: bool | None = None
         if levels.is_cuda:
-            self._levels, self._finite = _to_pinned(levels[0]), _to_pinned(finite)
-            self._flagged = None if flagged is None else _to_pinned(flagged)
+            self._queued = [_to_pinned(tensor) for tensor in self._queued]
             self._done = torch.cuda.current_stream(levels.device).record_event()
 
     def wait(self) -> Pixels | None:
-        """Return uint8 [height, width, 3], or None if the image holds NaN or infinity."""
+        """Return uint8 [height, width, 3], or None if the image holds NaN or infinity. Call it once."""
         if self._done is not None:
             self._done.synchronize()
-        if not bool(self._finite[-1]):
-            return None
-        pixels: Pixels = self._levels.numpy()
-        return pixels
+        levels, finite, *flagged = self._queued
+        self._finite, self._flagged = finite.tolist(), bool(flagged[0]) if flagged else None
+        pixels: Pixels = levels.numpy()
+        if self._done is not None:
+            pixels = pixels.copy()
+            with CAPTURING:
+                self._queued.clear()
+                del levels, finite, flagged
+        return pixels if self._finite[-1] else None
 
     def failed_check(self) -> int:
         """Return the number of the first check that was false. Call it after `wait` has returned None."""
-        return self._finite.tolist().index(False)
+        return self._finite.index(False)
 
     def flagged(self) -> bool | None:
         """Return whether a safety checker flagged the image; None if it was not checked. Call it after `wait`."""
-        return None if self._flagged is None else bool(self._flagged)
+        return self._flagged
 
 
 def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:

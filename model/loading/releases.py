@@ -172,17 +172,19 @@ class Releases:
     def has_room(self) -> bool:
         """True if the device has the memory of another slot, as far as is known.
 
-        That is what the first one has taken with its graphs, or the estimate if that is more.
+        That is what the first one has taken with its graphs, or the estimate if that is more, and the limit of unused
+        adapters, which are on the device later.
         """
         free, before = free_memory(self._device), self._free_before
         if free is None or before is None:
             return True
         self._used_by_first = self._used_by_first or max(1, before - free)
-        selection = self._resolved[0].selection
+        selection, adapters = self._resolved[0].selection, self._resolved[0].deployment.adapters
         further = further_bytes(self._device, selection, self._common)
         fixed = needed_bytes(self._device, selection) - further
         used = self._used_by_first if self._device.type == "cuda" else 0  # of a host, other processes use memory too
-        return free >= _MARGIN * max(further, used - fixed)
+        later = adapters.cache_bytes if adapters.names else 0
+        return free >= _MARGIN * max(further, used - fixed) + later
 
 
 def slot_of(loaded: Loaded) -> Slot:

@@ -1,8 +1,9 @@
 """A release in memory, as the pipeline uses it."""
 
+import copy
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
@@ -78,13 +79,16 @@ class LoadedModel:
     """Mean and deviation of the VAE's latents, each float32 [1, channels, 1, 1] on the device."""
 
     def __post_init__(self) -> None:
+        self.text_stream, self.first_text_stream = SideStream(self.device), SideStream(self.device)
+        self.encode_stream, self.decode_stream = SideStream(self.device), SideStream(self.device)
+        self._use_settings()
+
+    def _use_settings(self) -> None:
         mean, deviation = self.settings.latents_mean, self.settings.latents_std
         self.latents_normalization = None
         if mean is not None and deviation is not None:
             on_device = [torch.tensor(values, device=self.device)[:, None, None] for values in (mean, deviation)]
             self.latents_normalization = on_device[0][None], on_device[1][None]
-        self.text_stream, self.first_text_stream = SideStream(self.device), SideStream(self.device)
-        self.encode_stream, self.decode_stream = SideStream(self.device), SideStream(self.device)
 
     def in_fp16(self) -> "LoadedModel":
         """Return the same model with its UNets and its VAE decoder in fp16, in all steps, on this rank only.
@@ -101,17 +105,16 @@ class LoadedModel:
 
     def sharing(self, **changes: Any) -> "LoadedModel":
         """Return a model of the same engines, with separate loops, on this rank only. `changes`: other fields."""
-        other = replace(self, loops={}, ranks=ALONE, lead=None, **changes)
-        other._share_streams(self)
+        other = copy.copy(self)  # without `__post_init__`: streams that are made and dropped would come round again
+        for name, value in {"loops": {}, "ranks": ALONE, "lead": None, **changes}.items():
+            setattr(other, name, value)
+        other._use_settings()
         return other
 
     def run_on(self, other: "LoadedModel") -> None:
         """Use the engines, loops and streams of another model from now on. Their weights are this model's."""
         self.engines, self.fp16_engines = other.engines, other.fp16_engines
         self.loops, self.step_times = other.loops, other.step_times
-        self._share_streams(other)
-
-    def _share_streams(self, other: "LoadedModel") -> None:
         self.text_stream, self.first_text_stream = other.text_stream, other.first_text_stream
         self.encode_stream, self.decode_stream = other.encode_stream, other.decode_stream
 

@@ -356,8 +356,8 @@ class Scheduler:
                 self._fail({job}, error)
         if self._idle_work_overdue():
             return
-        for job, cause in self._turns.update(self._waiting, self._in_flight.of):
-            self._fail({job}, cause)
+        for failed, cause in self._turns.update(self._waiting, self._in_flight.of):
+            self._fail(set() if failed is None else {failed}, cause)
         images_ahead, full_loops = 0, set[ModelLoop]()
         for job in list(self._waiting):
             job.images_ahead = images_ahead

@@ -171,11 +171,12 @@ class WeightSlots:
 
     def update(
         self, waiting: Sequence[Job], in_flight: Callable[[Runner], bool], blocked: Callable[[Runner], bool]
-    ) -> list[tuple[Job, Exception]]:
+    ) -> list[tuple[Job | None, Exception]]:
         """Go on with a load, or begin one. `waiting`: in order of arrival.
 
         in_flight, blocked: true for a release with images in flight, and for one in a slot whose requests all wait for
-        adapters. Returns the jobs whose release could not be loaded, with the errors.
+        adapters. Returns the jobs whose release could not be loaded, with the errors. An unexpected error of a load
+        without jobs has None in place of a job.
         """
         had_load = self._load is not None
         failed = [*self._advance_load(waiting), *self._end_failed_fetches(waiting)]
@@ -224,9 +225,9 @@ class WeightSlots:
                 kept[index].add_done_callback(lambda _: self.wake())
         self._fetches = kept
 
-    def _end_failed_fetches(self, waiting: Sequence[Job]) -> list[tuple[Job, Exception]]:
+    def _end_failed_fetches(self, waiting: Sequence[Job]) -> list[tuple[Job | None, Exception]]:
         """Return the jobs whose release could not be fetched, with the errors. The slots stay as they are."""
-        failed: list[tuple[Job, Exception]] = []
+        failed: list[tuple[Job | None, Exception]] = []
         for index, fetch in list(self._fetches.items()):
             if fetch.done() and (error := fetch.exception()) is not None:
                 assert isinstance(error, Exception)
@@ -275,7 +276,7 @@ class WeightSlots:
         self._load = _Load(index, slot, result, time.monotonic())
         result.add_done_callback(lambda _: self.wake())
 
-    def _advance_load(self, waiting: Sequence[Job]) -> list[tuple[Job, Exception]]:
+    def _advance_load(self, waiting: Sequence[Job]) -> list[tuple[Job | None, Exception]]:
         """Run a part of what follows once the weights have arrived. Requests may begin after the last part.
 
         After an error, return the jobs that waited for the release.
@@ -315,7 +316,7 @@ class WeightSlots:
         logger.info(json.dumps({**entry, "seconds": round(seconds, 3)}))
         return []
 
-    def _fail(self, index: int, error: Exception, waiting: Sequence[Job]) -> list[tuple[Job, Exception]]:
+    def _fail(self, index: int, error: Exception, waiting: Sequence[Job]) -> list[tuple[Job | None, Exception]]:
         """Report a failure to fetch or load a release. Returns its jobs among `waiting`, with the error."""
         name, runner = self._loader.name(index), self._runners[index]
         metrics.RELEASE_LOADS.labels("failed").inc()
@@ -323,10 +324,12 @@ class WeightSlots:
             self._unopened.remove(index)
         cause = str(error) if isinstance(error, PreheatError) else f"{type(error).__name__}: {error}"
         logger.error("%s cannot be loaded: %s", name, cause)
-        # The scheduler asks the device after any other error.
-        is_known = isinstance(error, PreheatError)
-        failure = ReleaseNotLoaded(f"Release {name} cannot be loaded. {cause}", "") if is_known else error
-        return [(job, failure) for job in waiting if job.runner is runner]
+        failed = [job for job in waiting if job.runner is runner]
+        if isinstance(error, PreheatError):
+            failure = ReleaseNotLoaded(f"Release {name} cannot be loaded. {cause}", "")
+            return [(job, failure) for job in failed]
+        # The scheduler asks the device after any other error. Without a job it does not take the error's word for it.
+        return [(job, error) for job in failed] or [(None, RuntimeError(cause))]
 
     def _attach(self, slot: Slot, index: int) -> None:
         """Let a release use the engines and weights of a slot."""

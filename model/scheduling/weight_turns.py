@@ -50,11 +50,13 @@ class WeightTurns:
         """True if the next `update` goes on with a load."""
         return self._slots is not None and self._slots.has_work
 
-    def update(self, waiting: Sequence[Job], in_flight: Callable[[Runner], bool]) -> Iterator[tuple[Job, Exception]]:
+    def update(
+        self, waiting: Sequence[Job], in_flight: Callable[[Runner], bool]
+    ) -> Iterator[tuple[Job | None, Exception]]:
         """Load releases, and merge adapters, whose turn it is. `waiting`: in order of arrival.
 
         in_flight: true for a release with images in flight. Yields the jobs whose weights could not be loaded or
-        merged, with the errors. The caller answers each before it takes the next.
+        merged, with the errors; None stands for no job. The caller answers each before it takes the next.
         """
         if self._slots is not None:
             yield from self._slots.update(waiting, in_flight, self.blocked)

@@ -11,7 +11,7 @@ import torch
 from model.errors import EngineError
 from model.store.manifest import WeightsRecord
 from model.store.store import Store
-from model.weights.stream import Tensors, stream_weights
+from model.weights.stream import Tensors, default_threads, stream_weights
 
 WeightsKey = tuple[str, str, str]
 """What tells the weights of a release apart: component, precision and layout."""
@@ -49,7 +49,9 @@ class WeightSlot:
             if blob.sha256 not in self.fixed
         }
         into = {digest: tensors for digest, (_, tensors) in own.items()}
-        filled = stream_weights(store, [blob for blob, _ in own.values()], device, is_stopped=is_stopped, into=into)
+        blobs = [blob for blob, _ in own.values()]
+        threads = max(1, default_threads() // 2)  # other releases generate meanwhile, and need cores
+        filled = stream_weights(store, blobs, device, threads, is_stopped=is_stopped, into=into)
         for record in records:
             names = {name for blob in record.blobs for name in {**filled, **self.fixed}[blob.sha256]}
             if missing := sorted(self.tensors[weights_key(record)].keys() - names):

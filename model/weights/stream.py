@@ -7,11 +7,13 @@ memory for all weights, and not for a few slots, would take longer than reading,
 Bytes reach the device before their digest is verified, but `stream_weights` returns tensors only after all are.
 """
 
+import itertools
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from itertools import accumulate
 
 import torch
@@ -37,13 +39,23 @@ Tensors = dict[str, torch.Tensor]
 assert HEADER_LIMIT < SLOT_BYTES
 
 
+@cache
+def _lane_streams(device: torch.device) -> Iterator[torch.cuda.Stream]:
+    """Return streams for copies in turn, always of the same set.
+
+    A new stream for each lane would one day be the stream that captures graphs, because torch has 32 streams, which it
+    gives out in turn. A copy would then become a part of a graph.
+    """
+    return itertools.cycle([torch.cuda.Stream(device) for _ in range(MAX_THREADS)])  # type: ignore[no-untyped-call]
+
+
 class CopyLane:
     """Copies one thread's bytes to the device. All CUDA calls are here; on the CPU each copy is complete on return."""
 
     def __init__(self, device: torch.device, slot_bytes: int = SLOT_BYTES) -> None:
         cuda = device.type == "cuda"
         self._device = device
-        self._stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
+        self._stream = next(_lane_streams(device)) if cuda else None
         self._slots = [torch.empty(slot_bytes, dtype=torch.uint8, pin_memory=cuda) for _ in range(SLOTS)]
         self._views = [slot.numpy().data for slot in self._slots]
         self._copied = [torch.cuda.Event() if cuda else None for _ in range(SLOTS)]  # type: ignore[no-untyped-call]
@@ -181,6 +193,11 @@ def tensors_in(data: bytearray, blob: Blob) -> Tensors:
     return {name: tensor_view(flat[extent.start : extent.end], extent) for name, extent in extents.items()}
 
 
+def default_threads() -> int:
+    """Return the number of threads that read, hash and copy blobs when nothing else runs."""
+    return min(MAX_THREADS, os.cpu_count() or 1)
+
+
 def stream_weights(
     store: Store,
     blobs: Iterable[Blob],
@@ -194,14 +211,14 @@ def stream_weights(
     """Copy blobs to `device` and verify them. Returns the tensors of each blob by its digest.
 
     `into`: by digest, existing tensors that receive a blob's bytes; None: new ones do. After an error they hold a
-    mixture. `threads` defaults to the number of cores, at most MAX_THREADS. Raises CorruptBlob or StoreError of the
+    mixture. `threads`: None: `default_threads`. Raises CorruptBlob or StoreError of the
     first failing blob; then no new tensor stays on the device. Raises EngineError for a tensor that does not fit
     `into`. Raises Unavailable soon after `is_stopped` is true, and once the blobs that have begun are finished after
     `stopped` is set.
     """
     by_digest = {blob.sha256: blob for blob in blobs}
     waiting = deque(sorted(by_digest.values(), key=lambda blob: -blob.bytes))
-    count = max(1, min(threads or min(MAX_THREADS, os.cpu_count() or 1), len(waiting)))
+    count = max(1, min(threads or default_threads(), len(waiting)))
     stopped = stopped or threading.Event()
     done: dict[str, Tensors] = {}
 

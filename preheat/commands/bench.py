@@ -4,6 +4,7 @@ import io
 import shutil
 import subprocess
 import tempfile
+import time
 import zipfile
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -60,6 +61,7 @@ bench = typer.Typer(
 )
 
 _TIMEOUT_SECONDS = 600.0  # of a start
+_IDLE_SECONDS = 10.0
 
 RunsOption = Annotated[int, typer.Option(min=1, help="Number of counted runs.")]
 OutOption = Annotated[Path | None, typer.Option(help="Append the rows to this JSON file.")]
@@ -292,6 +294,7 @@ def releases(
             with activity(f"Starting {', '.join(release)}"):
                 server.wait_ready(_TIMEOUT_SECONDS)
                 wait_resident(server.url, release[:2], _TIMEOUT_SECONDS)
+                time.sleep(_IDLE_SECONDS)  # an idle server measures its engines once, which would delay requests later
             with activity("Requests for two releases in turns"):
                 turns = measure_turns(server.url, release[:2], request, warm_ups, runs)
             with activity("Swaps"), GpuUse(gpu_ids(1)) as gpu:
@@ -301,7 +304,8 @@ def releases(
     _print_table(rows, "stages", "ms")
     alone, alternating, _, without_swaps, with_swaps = rows
     console.print(f"Two releases in turns take {alternating.p50 / alone.p50:.3f} of the time of one.")
-    console.print(f"Requests take {with_swaps.p50 / without_swaps.p50:.3f} of the time while others are swapped.")
+    for other, name in ((alone, "alone"), (without_swaps, "with requests for another release in place of swaps")):
+        console.print(f"While others are swapped, requests take {with_swaps.p50 / other.p50:.3f} of the time {name}.")
     finish(rows, out)
 
 

@@ -80,10 +80,10 @@ def load(
     check_rows_file(out)
     if plot_file is not None:
         check_writable(plot_file)
+    given_size = parse_size(size) if size else None
     opened_store = open_cli_store(store, cache_dir)
     manifest = opened_store.read_release(release)
-    native = manifest.settings.native_width, manifest.settings.native_height
-    width, height = parse_size(size) if size else native
+    width, height = given_size or (manifest.settings.native_width, manifest.settings.native_height)
     base: dict[str, Any] = {"prompt": DEFAULT_PROMPT, "width": width, "height": height, "num_inference_steps": steps}
     entries = [base] if requests is None else _read_requests(requests, base)
     precision = next(engine.precision.name for engine in manifest.engines if engine.component == UNET)

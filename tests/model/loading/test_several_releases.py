@@ -179,6 +179,15 @@ def test_another_slot_needs_the_memory_of_its_weights(store: WritableStore, monk
     assert loaded[1].weight_bytes < loaded[0].weight_bytes
 
 
+def test_another_slot_leaves_the_memory_of_adapters(store: WritableStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapters = ServedAdapters(("spots",), cache_bytes=10**9)
+    releases = resolved(store, adapters=adapters)
+    needed = 2 * releases.open(0).weight_bytes
+    for free, expected in ((needed, False), (needed + adapters.cache_bytes, True)):
+        monkeypatch.setattr("model.loading.releases.free_memory", lambda _, free=free: free)
+        assert releases.has_room() == expected
+
+
 def test_refuses_weights_that_do_not_fit_a_slot(store: WritableStore) -> None:
     releases = resolved(store)
     slot = slot_of(releases.open(0))

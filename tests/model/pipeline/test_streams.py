@@ -198,3 +198,11 @@ def test_graphed_engine_copies_inputs_and_outputs() -> None:
     with torch.inference_mode():
         captured[0]()  # a replay reads the memory that it was captured with
     assert torch.equal(graphed.seen[-1]["encoder_hidden_states"], inputs[-1]["encoder_hidden_states"])
+
+
+def test_a_model_that_shares_engines_makes_no_streams(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch gives 32 streams out in turn, so streams that are dropped come round again."""
+    monkeypatch.setattr("model.pipeline.loaded_model.SideStream", None)
+    other = model.sharing(settings=model.settings.model_copy(update={"latents_mean": (1.0,), "latents_std": (2.0,)}))
+    assert other.decode_stream is model.decode_stream and other.loops == {} != model.loops
+    assert other.latents_normalization is not None and model.latents_normalization is None

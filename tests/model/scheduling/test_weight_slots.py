@@ -278,7 +278,8 @@ def test_a_release_that_is_always_asked_for_leaves_after_its_turn() -> None:
 
         def ask() -> None:
             while not stop.is_set():
-                jobs.append(scheduler.submit(params(len(jobs), num_inference_steps=3), model=0))
+                if sum(not job.done for job in jobs) < 8:  # always some, and never a full queue
+                    jobs.append(scheduler.submit(params(len(jobs), num_inference_steps=3), model=0))
                 time.sleep(0.002)
 
         asking = threading.Thread(target=ask)
@@ -344,6 +345,16 @@ def test_an_unknown_error_of_a_load_lets_the_scheduler_ask_the_device(monkeypatc
         with pytest.raises(RuntimeError, match="CUDA error"):
             scheduler.submit(params(0), model=1).result.result(TIMEOUT_SECONDS)
         assert asked == [loader.fails[1]]
+
+
+def test_an_unknown_error_without_a_request_lets_the_scheduler_ask_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader, asked = Loader(2, room=1), list[Exception]()
+    loader.fails[1] = RuntimeError("CUDA error")
+    monkeypatch.setattr(Scheduler, "_check_device", lambda _, error: asked.append(error))
+    with serving(loader, unasked=True) as scheduler:
+        eventually(lambda: bool(asked), "the question")
+        assert [str(error) for error in asked] == ["RuntimeError: CUDA error"]
+        assert results(scheduler.submit(params(3), model=0))[0].images == alone(0, 3)
 
 
 def test_closing_answers_requests_that_wait_for_a_release() -> None:
