@@ -22,9 +22,9 @@ import torch
 
 from model.cold_start import warm_up_part
 
-CAPTURING = threading.Lock()
-"""Held during a capture. Page-locked memory of a copy on the captured stream is freed with it only: torch's allocator
-would record an event there, which the capture makes invalid."""
+CAPTURING = threading.RLock()
+"""Held during a capture. Hold it also to free page-locked memory of a copy that a side stream made: torch's allocator
+records an event on that stream, which a capture would make invalid."""
 
 _WARM_UPS = 2  # kernels are loaded at their first call, which a capture does not allow
 _NO_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}
