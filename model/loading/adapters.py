@@ -70,7 +70,7 @@ def open_library(
     memory suffices, otherwise in host memory. `lora_down`: elements of this input of the UNet that takes adapters as
     inputs; 0: there is none.
 
-    Raises AdapterError for an adapter that does not fit the release, and OutOfDeviceMemory on a CPU.
+    Raises AdapterError for an adapter that does not fit the release, and OutOfDeviceMemory if the copies fit nowhere.
     """
     shapes = {
         name: {tensor: tuple(t.shape) for tensor, t in weights[name][0].items()}
@@ -82,10 +82,9 @@ def open_library(
     if adapters.patterns:
         changed = layers
     needed = copied_bytes(weights, changed.values())
-    on_host = False
-    if device.type == "cuda":
-        on_host = torch.cuda.mem_get_info(device)[0] < needed + _RESERVED_BYTES
-    elif (free := free_host_memory()) is not None and needed > free:
+    is_gpu = device.type == "cuda"
+    on_host = is_gpu and torch.cuda.mem_get_info(device)[0] < needed + _RESERVED_BYTES
+    if (on_host or not is_gpu) and (free := free_host_memory()) is not None and needed > free:
         raise OutOfDeviceMemory(
             f"The copies of the weights that adapters change take {needed / 2**30:.1f} GiB, and this machine has "
             f"{free / 2**30:.1f} GiB free.",
