@@ -69,7 +69,8 @@ def warm_up_in_parts(
 
     requests = [_warm_up_params(served, width, height) for width, height in served.warmed_sizes]
     works = [(f"image_{one.width}x{one.height}", _generate_images(model, served, one, comparison)) for one in requests]
-    for name, work in [*works, ("texts", _encode_every_text(model, requests[-1]))]:
+    # Texts first, so that their engines' first runs are parts, and not the beginning of an image.
+    for name, work in [("texts", _encode_every_text(model, requests[-1])), *works]:
         has_more = True
         while has_more:
             with part(name):
