@@ -13,7 +13,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from itertools import accumulate
 
 import torch
@@ -39,14 +38,22 @@ Tensors = dict[str, torch.Tensor]
 assert HEADER_LIMIT < SLOT_BYTES
 
 
-@cache
-def _lane_streams(device: torch.device) -> Iterator[torch.cuda.Stream]:
-    """Return streams for copies in turn, always of the same set.
+_lane_streams: dict[int, Iterator[torch.cuda.Stream]] = {}  # by the GPU's index
+_lane_streams_lock = threading.Lock()
+
+
+def lane_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the next stream for copies, always of the same MAX_THREADS streams of a GPU.
 
     A new stream for each lane would one day be the stream that captures graphs, because torch has 32 streams, which it
     gives out in turn. A copy would then become a part of a graph.
     """
-    return itertools.cycle([torch.cuda.Stream(device) for _ in range(MAX_THREADS)])  # type: ignore[no-untyped-call]
+    with _lane_streams_lock:
+        index = device.index or 0
+        if index not in _lane_streams:
+            made = [torch.cuda.Stream(device) for _ in range(MAX_THREADS)]  # type: ignore[no-untyped-call]
+            _lane_streams[index] = itertools.cycle(made)
+        return next(_lane_streams[index])
 
 
 class CopyLane:
@@ -55,7 +62,7 @@ class CopyLane:
     def __init__(self, device: torch.device, slot_bytes: int = SLOT_BYTES) -> None:
         cuda = device.type == "cuda"
         self._device = device
-        self._stream = next(_lane_streams(device)) if cuda else None
+        self._stream = lane_stream(device) if cuda else None
         self._slots = [torch.empty(slot_bytes, dtype=torch.uint8, pin_memory=cuda) for _ in range(SLOTS)]
         self._views = [slot.numpy().data for slot in self._slots]
         self._copied = [torch.cuda.Event() if cuda else None for _ in range(SLOTS)]  # type: ignore[no-untyped-call]

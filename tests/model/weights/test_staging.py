@@ -7,7 +7,9 @@ import json
 import math
 import random
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,9 +21,10 @@ from model.cold_start import ColdStart
 from model.errors import CorruptBlob, StoreError, Unavailable
 from model.store.manifest import Blob, WeightsRecord
 from model.store.sink import Sink
+from model.weights import stream
 from model.weights.cache import WeightsCache
 from model.weights.safetensors_header import Extent
-from model.weights.stream import CopyLane, stream_weights, tensor_view
+from model.weights.stream import MAX_THREADS, CopyLane, lane_stream, stream_weights, tensor_view
 from tests.support import releases
 from tests.support.components import BASE_COMPONENTS
 from tests.support.deployments import deployed, load_release
@@ -267,3 +270,13 @@ def test_refuses_invalid_safetensors_file(store: WritableLocalStore, data: bytes
     """Its digest is correct, because it was published like this."""
     with pytest.raises(CorruptBlob, match="is not a safetensors file.*`preheat build`, `preheat publish`"):
         WeightsCache(store, CPU).load(record(store, data))
+
+
+def test_copies_have_the_same_streams_at_every_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has 32 streams. If a GPU's lanes took more of them, one would be the stream that captures graphs."""
+    monkeypatch.setattr(stream, "_lane_streams", {})
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: object())
+    devices = [torch.device(name) for name in ("cuda", "cuda:0")] * MAX_THREADS
+    with ThreadPoolExecutor(MAX_THREADS) as pool:
+        used = Counter(pool.map(lane_stream, devices))
+    assert len(used) == MAX_THREADS and {*used.values()} == {2}
