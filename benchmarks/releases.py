@@ -52,8 +52,12 @@ def wait_resident(url: str, releases: Sequence[str], timeout: float) -> None:
     Raises NotSwapped after `timeout` seconds, or if a release cannot be loaded.
     """
     deadline = time.monotonic() + timeout
-    while missing := [name for name in releases if not read_metrics(url).get(_RESIDENT.format(release=name))]:
-        if read_metrics(url).get(_FAILED):
+    while True:
+        metrics = read_metrics(url)
+        missing = [name for name in releases if not metrics.get(_RESIDENT.format(release=name))]
+        if not missing:
+            return
+        if metrics.get(_FAILED):
             raise NotSwapped(f"A release cannot be loaded; {', '.join(missing)} without a slot.")
         if time.monotonic() > deadline:
             raise NotSwapped(f"After {timeout:g} s no slot was opened for {', '.join(missing)}.")

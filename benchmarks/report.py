@@ -27,18 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.rows import BadRows, Row, read_rows
+from benchmarks.speed_chart import SPEED_SECTION, SPEED_TITLE, annotate, draw_speed
 from engine_builder.files import check_writable, write_file
 from model.errors import PreheatError
 
 BEGIN, END = "<!-- preheat report: headlines -->\n", "<!-- end -->\n"
-SPEED_SECTION = "h100"  # the file of rows in docs/benchmarks, without its suffix
-_SPEED_TITLE = "One image of 1024x1024, 30 steps, on an H100"
-_PREHEAT = "Preheat"
-_BAR_NAMES = {  # by the case of a row
-    "sdxl-30-steps, in turns with diffusers": _PREHEAT,
-    "sdxl-30-steps, diffusers compiled": "diffusers {version}, torch.compile",
-    "sdxl-30-steps, diffusers eager": "diffusers {version}, eager",
-}
 _DEVICES = {"cpu", "l4", "a10g", "a100", "h100", "h200"}
 _ACRONYMS = _DEVICES | {"gpu", "sd", "sdxl", "http", "s3", "fp8", "fp16", "bf16", "int8", "vae"}
 _PER_SECOND = "images/s"
@@ -164,7 +157,7 @@ def _device_of(name: str) -> str | None:
 
 
 def _page_of(name: str, page: Path) -> Path:
-    """Return the page of a section: that of its device, or the first page."""
+    """Return the page of a section: the page of its device, or the first page."""
     device = _device_of(name)
     return page if device is None else page.with_stem(f"{page.stem}-{device}")
 
@@ -195,7 +188,7 @@ def plots_of(name: str, rows: Sequence[Row]) -> list[Plot]:
     """Return the plots that a section's rows have values for."""
     plots = []
     if name == SPEED_SECTION:
-        plots.append(Plot(f"{name}-seconds-per-image", _SPEED_TITLE, partial(_draw_speed, rows=rows)))
+        plots.append(Plot(f"{name}-seconds-per-image", SPEED_TITLE, partial(draw_speed, rows=rows)))
     if phased := [row for row in rows if row.phases]:
         draw = partial(_stack, rows=phased, parts="phases", unit="seconds")
         plots.append(Plot(f"{name}-cold-start", "Cold start by phase", draw))
@@ -316,7 +309,7 @@ def _stack(axes: Any, rows: Sequence[Row], parts: str, unit: str) -> None:
         axes.barh(labels, widths, left=left, label=name.replace("_", " "), color=_color(number), height=0.6)
         left = [begin + width for begin, width in zip(left, widths, strict=True)]
     for label, end in zip(labels, left, strict=True):
-        _annotate(axes, _number(end), end, label)
+        annotate(axes, _number(end), end, label)
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.set_xlabel(f"{unit} (medians)")
@@ -334,10 +327,6 @@ def _lines(axes: Any, series: _Series, x_label: str, y_label: str) -> None:
     axes.legend(frameon=False)
 
 
-def _annotate(axes: Any, text: str, end: float, label: str) -> None:
-    axes.annotate(text, (end, label), xytext=(4, 0), textcoords="offset points", va="center")
-
-
 def _labels(rows: Sequence[Row]) -> list[str]:
     """Return unique labels of the bars: the case, with steps, batch, precision and commit if cases repeat."""
     labels: list[str] = []
@@ -353,59 +342,3 @@ def _labels(rows: Sequence[Row]) -> list[str]:
 
 def _color(number: int) -> str:
     return f"C{number % 10}"
-
-
-# -- the chart of the README: seconds for one SDXL image on one GPU, by Preheat and by other software ------------------
-
-
-@dataclass(frozen=True)
-class Bar:
-    """One bar. `seconds`: for one image. `source`: the hardware and versions, and who measured or published."""
-
-    name: str
-    seconds: float
-    source: str
-    is_measured: bool = True
-
-
-# www.baseten.co/blog/40-faster-stable-diffusion-xl-inference-with-nvidia-tensorrt, figures of NVIDIA and
-# Stability AI's model card stabilityai/stable-diffusion-xl-1.0-tensorrt. Neither names the version of TensorRT.
-_PUBLISHED_BAR = Bar("TensorRT", 1.471, "H100, version not stated; published by Stability AI and NVIDIA", False)
-
-
-def speed_bars(rows: Sequence[Row]) -> list[Bar]:
-    """Return the bars of the chart, the shortest first. `rows`: of `SPEED_SECTION`; the last row of a case counts.
-
-    Raises BadRows if these rows differ in commit, GPU or torch.
-    """
-    last_rows = {row.case: row for row in rows if row.case in _BAR_NAMES}.values()
-    sources = {_source_of(row) for row in last_rows}
-    if len(sources) > 1:
-        raise BadRows(
-            f"The chart {_SPEED_TITLE!r} would compare different runs: {' / '.join(sorted(sources))}.",
-            "Measure all its cases again, with one call of benchmarks.latency text.",
-        )
-    bars = [_PUBLISHED_BAR]
-    for row in last_rows:
-        name = _BAR_NAMES[row.case].format(version=row.extra.get("diffusers", "of unknown version"))
-        bars.append(Bar(name, row.p50 / 1000, _source_of(row)))
-    return sorted(bars, key=lambda bar: bar.seconds)
-
-
-def _source_of(row: Row) -> str:
-    return f"{row.gpu.removeprefix('NVIDIA ')}, torch {row.torch}; measured at commit {row.commit}"
-
-
-def _draw_speed(axes: Any, rows: Sequence[Row]) -> None:
-    """Draw the bars with their names and sources on matplotlib's `axes`."""
-    ordered = speed_bars(rows)
-    labels = [f"{bar.name}\n{bar.source}" for bar in ordered]
-    greys = ["0.55" if bar.is_measured else "0.8" for bar in ordered]
-    colors = ["C0" if bar.name == _PREHEAT else grey for bar, grey in zip(ordered, greys, strict=True)]
-    axes.barh(labels, [bar.seconds for bar in ordered], color=colors, height=0.6)
-    for label, bar in zip(labels, ordered, strict=True):
-        _annotate(axes, f"{bar.seconds:.2f} s", bar.seconds, label)
-    axes.figure.set_size_inches(9.5, 2.8)
-    axes.invert_yaxis()
-    axes.margins(x=0.12)
-    axes.set_xlabel("seconds (measured bars: median, fp16, guidance 7.5)")

@@ -1,13 +1,16 @@
 """Read a deployment's config.yaml, with truss's own classes."""
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
 
 from engine_builder.files import read_file
 from model.errors import ConfigError
+from model.settings import Settings, read_settings
 
 
 def read_truss_config(path: Path) -> Any:
@@ -32,3 +35,13 @@ def read_truss_config(path: Path) -> Any:
         except (ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
             reason = " ".join(str(error).split())[:300].rstrip(".")
             raise ConfigError(f"{path} is not a valid config.yaml: {reason}.", "See truss/configs.") from error
+
+
+def read_preheat_settings(config: Any, variables: Mapping[str, str] = MappingProxyType({})) -> Settings:
+    """Return the settings that a server of a TrussConfig would have. Raises ConfigError.
+
+    variables: replace environment variables of the config.
+    """
+    section = (config.model_metadata or {}).get("preheat")
+    environment = {**(config.environment_variables or {}), **variables}
+    return read_settings(section if section is not None else {}, environment=environment)

@@ -29,8 +29,11 @@ from rich.text import Text
 
 from engine_builder.files import make_folder, write_file
 from engine_builder.stores.store import WritableStore, check_local_folder, open_writable_store
+from model.pipeline.spec import UNET
 from model.settings import STORE_SETTINGS, read_settings
+from model.store.manifest import Manifest
 from model.store.options import expand_cache_folder
+from model.store.precision import Precision
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
@@ -204,6 +207,11 @@ def is_number(text: str) -> bool:
 def say(markup: str) -> None:
     """Print lines that the terminal wraps, so that nothing of them is cut off: people copy names and paths."""
     console.print(markup, soft_wrap=True)
+
+
+def unet_precision(manifest: Manifest) -> Precision:
+    """Return the precision of a release's first UNet engine."""
+    return next(engine.precision for engine in manifest.engines if engine.component == UNET)
 
 
 def save_report(folder: Path, files: Mapping[str, bytes]) -> None:

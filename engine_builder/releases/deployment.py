@@ -6,17 +6,16 @@ us-east-1, as by a replica. Credentials of the store and the cache of its blobs 
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from engine_builder.releases.mounts import Mount, files_of, find_mount
 from engine_builder.releases.runnable_targets import find_pinned_version, list_runnable_targets
-from engine_builder.truss_config import read_truss_config
+from engine_builder.truss_config import read_preheat_settings, read_truss_config
 from model.deployment import Deployment, ServedAdapters, fits_pattern, resolve_releases
 from model.engines.tensorrt.libraries import LIBRARIES
 from model.errors import AdapterError, ConfigError, PreheatError, StoreError, UntrustedRelease
@@ -147,16 +146,6 @@ def _read_config(path: Path) -> Any:
             "Remove it, or correct its name; truss/configs has examples.",
         ) from error
     return config
-
-
-def read_preheat_settings(config: Any, variables: Mapping[str, str] = MappingProxyType({})) -> Settings:
-    """Return the settings that a server of a TrussConfig would have. Raises ConfigError.
-
-    variables: replace environment variables of the config.
-    """
-    section = (config.model_metadata or {}).get("preheat")
-    environment = {**(config.environment_variables or {}), **variables}
-    return read_settings(section if section is not None else {}, environment=environment)
 
 
 def _read_releases(settings: Settings, is_own_store: bool) -> list[Manifest]:

@@ -19,7 +19,6 @@ from typer.core import TyperGroup
 from benchmarks.gpu_use import GpuUse, gpu_ids
 from benchmarks.rows import Row, check_rows_file, finish
 from model.errors import RequestRefused
-from model.pipeline.spec import UNET
 from model.validation import BAND_COUNTS
 from preheat.console import (
     DEFAULT_PROMPT,
@@ -38,6 +37,7 @@ from preheat.console import (
     parse_bucket,
     parse_size,
     plain,
+    unet_precision,
 )
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ def cold_start(
     local = open_cli_store(store)
     manifest, *_ = [local.read_release(name) for name in (release, *(further or ()))]
     # The dtype of the UNet's outputs, as in the rows of `latency`.
-    precision = next(engine.precision.io for engine in manifest.engines if engine.component == UNET)
+    precision = unet_precision(manifest).io
 
     def report(case: starts.StartCase, number: int, start: starts.MeasuredStart) -> None:
         counted = f"run {number} of {runs}" if number else "not counted"
@@ -285,7 +285,7 @@ def releases(
         raise typer.BadParameter("give three different releases", param_hint="RELEASE...")
     opened = open_cli_store(store)
     manifest = opened.read_release(release[0])
-    precision = next(engine.precision.io for engine in manifest.engines if engine.component == UNET)
+    precision = unet_precision(manifest).io
     width, height = parse_size(size) if size else (manifest.settings.native_width, manifest.settings.native_height)
     request = {"prompt": prompt, "seed": 1, "num_inference_steps": steps, "width": width, "height": height}
     with tempfile.TemporaryDirectory(prefix="preheat-bench-") as folder:

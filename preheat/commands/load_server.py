@@ -16,10 +16,8 @@ from benchmarks.gpu_use import GpuUse, gpu_ids
 from benchmarks.rows import check_rows_file, finish, percentile
 from benchmarks.server_load import Outcome, RequestOf, closed_loop, open_loop, outcome_rows, plot
 from engine_builder.files import check_writable
-from engine_builder.releases.deployment import read_preheat_settings
-from engine_builder.truss_config import read_truss_config
+from engine_builder.truss_config import read_preheat_settings, read_truss_config
 from model.errors import PreheatError
-from model.pipeline.spec import UNET
 from model.request_fields import GenerationRequest
 from preheat.console import (
     DEFAULT_PROMPT,
@@ -39,6 +37,7 @@ from preheat.console import (
     parse_size,
     plain,
     print_warning,
+    unet_precision,
 )
 from preheat.local_server import demo
 from preheat.request_list import BadRequestFile, bad_request, read_request_list
@@ -86,7 +85,7 @@ def load(
     width, height = given_size or (manifest.settings.native_width, manifest.settings.native_height)
     base: dict[str, Any] = {"prompt": DEFAULT_PROMPT, "width": width, "height": height, "num_inference_steps": steps}
     entries = [base] if requests is None else _read_requests(requests, base)
-    precision = next(engine.precision.name for engine in manifest.engines if engine.component == UNET)
+    precision = unet_precision(manifest).name
 
     def request_of(number: int) -> dict[str, Any]:
         return {"seed": number, **entries[number % len(entries)]}

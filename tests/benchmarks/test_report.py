@@ -12,8 +12,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks.report import BEGIN, END, SPEED_SECTION, plots_of, render, speed_bars, write_report
+from benchmarks.report import BEGIN, END, plots_of, render, write_report
 from benchmarks.rows import BadRows, Row, append_rows, make_row, medians, percentile, read_rows
+from benchmarks.speed_chart import SPEED_SECTION, speed_bars
 from preheat import main as cli
 from tests.support.repository import REPOSITORY
 
