@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -163,10 +164,10 @@ def load(
         with cold_start.phase("fetch"):
             store.fetch(_blobs_before_engines(selection))
         with cold_start.phase("verify"):
-            contents = read_blobs(store, _blobs_before_engines(selection), selection)
+            contents = read_blobs(store, _warm_blobs(selection, served), selection)
         with cold_start.phase("engines"):
             opened = {
-                name: [_open_code(contents, record, device) for record in records]
+                name: [_open_code(contents, record, device, store) for record in records]
                 for name, records in selection.engines.items()
             }
         with cold_start.phase("tokenizers"):
@@ -273,12 +274,17 @@ def read_blobs(store: Store, blobs: Iterable[Blob], selection: Selection) -> dic
         if blob.sha256 in plan_blobs:
             store.get(blob.sha256, blob.bytes)
             return blob.sha256, b""
-        buffer = bytearray(blob.bytes)
-        store.read(blob.sha256, memoryview(buffer))
-        return blob.sha256, bytes(buffer)
+        return blob.sha256, read_blob(store, blob)
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="preheat-verify") as pool:
         return dict(pool.map(read, blobs))
+
+
+def read_blob(store: Store, blob: Blob) -> bytes:
+    """Return the verified bytes of a blob. Raises CorruptBlob or StoreError."""
+    buffer = bytearray(blob.bytes)
+    store.read(blob.sha256, memoryview(buffer))
+    return bytes(buffer)
 
 
 def _blobs_before_engines(selection: Selection) -> list[Blob]:
@@ -290,16 +296,38 @@ def _blobs_before_engines(selection: Selection) -> list[Blob]:
     return [blob for blob in selection.blobs(weights=False) if blob.sha256 not in plans]
 
 
-def _open_code(contents: Mapping[str, bytes], record: EngineRecord, device: torch.device) -> AotInductorEngine | None:
+def _warm_blobs(selection: Selection, served: ServedModel) -> list[Blob]:
+    """Return `_blobs_before_engines` without the packages that only sizes need that the start does not warm up."""
+    records = [record for engines in selection.engines.values() for record in engines]
+    warm = {record.blob.sha256 for record in records if not served.is_cold(record.bucket)}
+    cold = {record.blob.sha256 for record in records} - warm
+    return [blob for blob in _blobs_before_engines(selection) if blob.sha256 not in cold]
+
+
+def _open_code(
+    contents: Mapping[str, bytes], record: EngineRecord, device: torch.device, store: Store
+) -> AotInductorEngine | None:
     """Open the package of a record from verified `contents`, by digest. None for a plan, which opens with its weights.
 
-    Raises EngineError.
+    The first run of the engine reads and opens a package that is not in `contents`. Raises EngineError.
     """
     if record.tensorrt is not None:
         return None
-    package, constants = contents[record.blob.sha256], contents[record.constants.sha256]
+
+    constants = contents[record.constants.sha256]
+    package = contents.get(record.blob.sha256)
+    verified = partial(_verified_package, store, record) if package is None else _same_engine(record, package)
+    return AotInductorEngine(record.component, verified, record.signature, record.bucket, constants, device)
+
+
+def _verified_package(store: Store, record: EngineRecord) -> bytes:
+    return _same_engine(record, read_blob(store, record.blob))
+
+
+def _same_engine(record: EngineRecord, package: bytes) -> bytes:
+    """Return the package of a record. Raises EngineError if it was compiled for another one."""
     check_identity(record, package, _folders_with_other_code(record.component))
-    return AotInductorEngine(record.component, package, record.signature, record.bucket, constants, device)
+    return package
 
 
 def _bind(

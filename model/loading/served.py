@@ -1,7 +1,7 @@
 """The choices that a release offers to requests: sizes, refiner, and default values."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ from model.pipeline.spec import (
 )
 from model.request_fields import Defaults
 from model.settings import ServedBucket
-from model.store.manifest import EngineRecord, Span
+from model.store.manifest import Bucket, EngineRecord, Span
 from model.validation import MAX_IP_IMAGES, Safety, explain
 
 
@@ -163,6 +163,14 @@ class ServedModel:
         if isinstance(self.sizes, SizeList):
             return tuple(size for size in self.sizes.sizes if size not in self.cold_sizes)
         return ((self.native_width, self.native_height),)
+
+    def is_cold(self, bucket: Bucket) -> bool:
+        """True if an engine runs only at sizes that the start does not warm up."""
+
+        def serves(sizes: Iterable[tuple[int, int]]) -> bool:
+            return any(bucket.holds(bucket.batch.min, height, width) for width, height in sizes)
+
+        return serves(self.cold_sizes) and not serves(self.warmed_sizes)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ up to a minute, and its wrapper takes seconds to import. The target was checked 
 """
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -19,18 +19,21 @@ from model.store.manifest import Bucket, Constant, Signature
 
 
 class AotInductorEngine:
-    """One `.pt2` package without weights. It is opened, then bound to weights, then it runs."""
+    """One `.pt2` package without weights. It is opened, at the latest by its first run, and bound to weights."""
 
     def __init__(
         self,
         component: str,
-        package: bytes,
+        package: bytes | Callable[[], bytes],
         signature: Signature,
         bucket: Bucket,
         constants: bytes,
         device: torch.device,
     ) -> None:
         """Open a package. `package` and `constants`: the contents of the engine record's blobs.
+
+        `package` may be a function that returns the verified contents. The first run calls it and opens them, and
+        raises what it raises.
 
         Only torch's loader calls operators of other modules (`model.engines.row_exchange`). It holds Python's
         interpreter lock, on a CPU between these operators.
@@ -44,18 +47,24 @@ class AotInductorEngine:
         self.constants: Mapping[str, Constant] = read_constants(component, constants)
         self._device = device
         self._weights: dict[str, torch.Tensor] | None = None
+        self._read_package = package if callable(package) else None
+        self._code = None if callable(package) else self._open(package)
+
+    def _open(self, package: bytes) -> "Container | _Loader":
+        component = self.component
         check_package(component, package)
         try:
-            self._code = _Loader(package, device) if calls_operators(package) else Container(package, device)
+            code = (_Loader if calls_operators(package) else Container)(package, self._device)
         except (RuntimeError, OSError) as error:
             raise _unusable(component, error) from error
-        if self._code.constants != self.constants.keys():
+        if code.constants != self.constants.keys():
             raise EngineError(f"The {component} engine and its constant map disagree.")
-        if isinstance(self._code, Container) and self._code.input_count != len(signature.inputs):
+        if isinstance(code, Container) and code.input_count != len(self.signature.inputs):
             raise EngineError(
                 f"The {component} engine and its manifest entry disagree on the number of inputs: "
-                f"{self._code.input_count} and {len(signature.inputs)}."
+                f"{code.input_count} and {len(self.signature.inputs)}."
             )
+        return code
 
     def bind(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Alias `weights`. They are never copied, and the engine keeps them. Raises EngineError if they do not fit."""
@@ -66,11 +75,15 @@ class AotInductorEngine:
             )
             if tensor.device.type != self._device.type or not dense:
                 raise EngineError(f"{self.component}: {name} must be contiguous and on {self._device.type}.")
+        if self._code is not None:
+            self._load_constants(self._code, mapped)
+        self._weights = mapped
+
+    def _load_constants(self, code: "Container | _Loader", weights: dict[str, torch.Tensor]) -> None:
         try:
-            self._code.load_constants(mapped)
+            code.load_constants(weights)
         except RuntimeError as error:
             raise _unusable(self.component, error) from error
-        self._weights = mapped
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Run named tensors on the current stream. Raises EngineError, and RuntimeError if the code fails on a GPU."""
@@ -84,6 +97,11 @@ class AotInductorEngine:
                 raise EngineError(
                     f"{self.component}: input {name} is on {tensor.device}, its engine on {self._device.type}.", ""
                 )
+        if self._code is None:
+            assert self._read_package is not None
+            code = self._open(self._read_package())
+            self._load_constants(code, self._weights)
+            self._code, self._read_package = code, None
         # Kernels were compiled for contiguous inputs and ignore strides.
         ordered = [inputs[spec.name].contiguous() for spec in self.signature.inputs]
         try:

@@ -2,9 +2,12 @@
 
 import copy
 import gc
+import io
 import json
 import logging
+import os
 import shutil
+import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -108,6 +111,32 @@ def test_loads_a_release_without_a_vae_encoder(store: WritableLocalStore, entrie
 def test_configured_buckets_limit_the_sizes(valid_store: WritableLocalStore) -> None:
     buckets = [ServedBucket(height=64, width=64, rows=2), ServedBucket(height=128, width=256, rows=2)]
     assert load(valid_store, buckets=buckets).served.sizes == SizeList(((64, 64), (256, 128)))
+
+
+def test_an_engine_of_a_cold_size_is_opened_by_its_first_run(store: WritableLocalStore, entries: Entries) -> None:
+    make_static(entries, (64, 64), (128, 64), component="unet")
+    package = releases.compiled_toy().engine
+    with zipfile.ZipFile(buffer := io.BytesIO(package), "a") as archive:
+        archive.comment = b"of the larger size"
+    blob = put_blob(store, buffer.getvalue())
+    entries["engines"][-1]["blob"] = blob.model_dump()
+    releases.write_manifest(store.root, entries)
+    path, x = store.get(blob.sha256, blob.bytes), torch.randn(1, 4, 16, 8)
+    buckets = [ServedBucket(height=height, width=64, rows=2, warm_up=height == 64) for height in (64, 128)]
+    engine = load(store, buckets=buckets).model.engines["unet"]
+    for _ in range(2):
+        torch.testing.assert_close(engine.run({"x": x}, 128, 64)["y"], Toy(UNET)(x)[0])
+    os.chmod(path, 0o600)
+    path.write_bytes(bytes(blob.bytes))
+    engine = load(store, buckets=buckets).model.engines["unet"]
+    with pytest.raises(CorruptBlob):
+        engine.run({"x": x}, 128, 64)
+    engine.run({"x": x[:, :, :8]}, 64, 64)
+    path.write_bytes(buffer.getvalue())
+    torch.testing.assert_close(engine.run({"x": x}, 128, 64)["y"], Toy(UNET)(x)[0])
+    warm = [bucket.model_copy(update={"warm_up": True}) for bucket in buckets]
+    path.write_bytes(bytes(blob.bytes))
+    refusal(CorruptBlob, store, buckets=warm)
 
 
 def test_each_engine_gets_the_weights_of_its_layout(store: WritableLocalStore, entries: Entries) -> None:
