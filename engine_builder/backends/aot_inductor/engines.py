@@ -131,9 +131,9 @@ def build_engines(
             for key, engine in missing.items()
         ]  # fmt: skip
 
-        def report_start(job: CompileJob) -> None:
+        def report_start(job: CompileJob, blocked: bool) -> None:
             remaining.mark_started(job.key)
-            progress(missing[job.key], "compiling")
+            progress(missing[job.key], "compiling", ": again, because its processes blocked" if blocked else "")
 
         expected = {job.key: expected_seconds(job.component, plan.target.device) for job in jobs}
         remaining.plan(expected, min(processes, len(jobs)))

@@ -6,13 +6,16 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from engine_builder.backends.aot_inductor import compile_jobs as module
 from engine_builder.backends.aot_inductor.compile import dynamic_bucket
 from engine_builder.backends.aot_inductor.compile_jobs import CompileJob, compile_jobs
 from engine_builder.backends.built import CompileError
@@ -33,6 +36,20 @@ def jobs(toy_plan: BuildPlan, tmp_path: Path) -> list[CompileJob]:
     ]
 
 
+@dataclass(frozen=True)
+class BlockingCheckpoint(Checkpoint):
+    """A checkpoint that blocks the first `blocks` processes that read it."""
+
+    marks: Path = Path()
+    blocks: int = 0
+
+    def config(self, *arguments: Any) -> Any:
+        (self.marks / f"read-by-{os.getpid()}").touch()
+        if len([*self.marks.glob("read-by-*")]) <= self.blocks:
+            threading.Event().wait()
+        return super().config(*arguments)
+
+
 def no_processes() -> bool:
     return multiprocessing.active_children() == []
 
@@ -40,12 +57,12 @@ def no_processes() -> bool:
 def test_load_error_of_a_process_is_raised(jobs: list[CompileJob], tmp_path: Path) -> None:
     missing = [replace(job, checkpoint=Checkpoint(tmp_path / "nowhere")) for job in jobs]
     with pytest.raises(CheckpointError, match="nowhere has no unet/config.json"):
-        list(compile_jobs(missing, {}, 2, lambda job: None))
+        list(compile_jobs(missing, {}, 2, lambda job, again: None))
     assert no_processes()
 
 
 def test_reports_a_killed_process(jobs: list[CompileJob]) -> None:
-    def kill(job: CompileJob) -> None:
+    def kill(job: CompileJob, again: bool) -> None:
         [process] = multiprocessing.active_children()[-1:]
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
@@ -62,7 +79,7 @@ def test_processes_end_with_the_generator(jobs: list[CompileJob]) -> None:
 
     started: list[str] = []
 
-    def stop(job: CompileJob) -> None:
+    def stop(job: CompileJob, again: bool) -> None:
         started.append(job.component)
         if len(started) == 2:
             raise StopError
@@ -72,10 +89,30 @@ def test_processes_end_with_the_generator(jobs: list[CompileJob]) -> None:
     assert no_processes()
 
 
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_a_job_whose_processes_block_is_started_again_once(
+    blocks: int, jobs: list[CompileJob], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker whose compiler never answers: it waits, in a network that the first `blocks` processes cannot read."""
+    monkeypatch.setattr(module, "_POLL_SECONDS", 0.2)
+    monkeypatch.setattr(module, "_BLOCKED_SECONDS", 6.0)
+    monkeypatch.setattr(module, "_IDLE_CPU_SECONDS", 0.05)
+    blocking = replace(jobs[0], checkpoint=BlockingCheckpoint(jobs[0].checkpoint.root, marks=tmp_path, blocks=blocks))
+    started: list[tuple[str, bool]] = []
+    results = compile_jobs([blocking, jobs[1]], {}, 2, lambda job, again: started.append((job.component, again)))
+    if blocks == 2:
+        with pytest.raises(CompileError, match="unet_text blocked twice: its processes used no CPU"):
+            list(results)
+    else:
+        assert {result.job.component for result in results} == {*SMALL}
+    assert started == [("unet_text", False), ("unet_time", False), ("unet_text", True)]
+    assert no_processes()
+
+
 @pytest.mark.full
 def test_a_process_ends_when_no_job_is_left_for_it(jobs: list[CompileJob]) -> None:
     """So what it holds of the device's memory is free while other engines are compiled or checked."""
-    results = compile_jobs(jobs, {}, 2, lambda job: None)
+    results = compile_jobs(jobs, {}, 2, lambda job, again: None)
     next(results)
     deadline = time.monotonic() + 30
     while len(multiprocessing.active_children()) > 1 and time.monotonic() < deadline:
@@ -106,7 +143,7 @@ if __name__ == "__main__":
     checkpoint, target, bucket = BlockingCheckpoint(Path("nowhere")), build_target(), dynamic_bucket(None)
     names = ("unet_text", "unet_time")
     jobs = [CompileJob(name, checkpoint, name, FP32, target, bucket, Path(name)) for name in names]
-    list(compile_jobs(jobs, {}, 2, lambda job: None))
+    list(compile_jobs(jobs, {}, 2, lambda job, again: None))
 """
 
 
