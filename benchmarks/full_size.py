@@ -33,6 +33,14 @@ _DATA = Path(__file__).resolve().parents[1] / "data"
 _CONFIG = _DATA.parent / "truss" / "configs" / "h200.yaml"
 _CONFIG_NAME = "config.yaml"
 _ROWS = 16  # largest batch of the servers' UNet
+_LOADS = [
+    ("", "1,8,32", "0.68,0.87"),
+    ("lcm", "1,8", ""),
+    ("two", "1", ""),
+    ("mix", "32", ""),
+    ("fast", "1,8,32", "0.68,0.87"),
+]
+"""A list of data/requests (or none), and the clients and the shares of `preheat load`. The longest ones last."""
 _RANDOM = "engine_builder.checkpoints.random_models"
 
 
@@ -128,7 +136,7 @@ def _plan_servers(commands: _Commands) -> Plan:
     options, release = commands.options, commands.release
     batches, served = commands.batches(1, 2, 4, 8, 16), (*commands.store, "--config", commands.path(_CONFIG_NAME))
     seconds = ("--seconds", str(options.seconds), "--open-seconds", str(options.open_seconds))
-    loads = (*served, "--size", options.size, "--steps", "20", "--clients", "1,8,32", "--shares", "0.68,0.87", *seconds)
+    loads = (*served, "--size", options.size, "--steps", "20", *seconds)
     size = ("--size", options.size)
     policy = ("--policy", str(_DATA / "policies" / "fp8-convolutions.toml"))
     of_model = (commands.sdxl, *commands.store, "--no-refiner", "--count", "4", "--steps", "4", *size)
@@ -148,8 +156,12 @@ def _plan_servers(commands: _Commands) -> Plan:
         numbers = (*size, "--steps", "20", "--seconds", str(options.seconds), "--share", "0")
         offline = (f"{_BENCHMARKS}.in_flight", f"{name}/1", *commands.store, *numbers, *commands.rows(work))
         plain = (_CLI, "load", f"{name}/1", *loads, *commands.rows(work))
-        lists = [("--requests", str(_DATA / "requests" / f"{requests}.json")) for requests in ("fast", "mix")]
-        return Work(work, (offline, plain, *((*plain, *requests) for requests in lists)), (name,))
+
+        def cell(requests: str, clients: str, shares: str) -> Command:
+            listed = ("--requests", str(_DATA / "requests" / f"{requests}.json")) if requests else ()
+            return (*plain, "--clients", clients, "--shares", shares, *listed)
+
+        return Work(work, (offline, *(cell(*one) for one in _LOADS)), (name,))
 
     def bench(kind: str, *names: str) -> Command:
         return (_CLI, "bench", kind, *names, *served, *size, *commands.counts, *commands.rows(kind))

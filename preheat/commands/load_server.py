@@ -57,7 +57,10 @@ def load(
         str, typer.Option(help="Numbers of clients of the closed loops, separated by commas.")
     ] = "1,2,4,8,16,32",
     shares: Annotated[
-        str, typer.Option(help="Rates of the open loops, as shares of the requests/s that the closed loops reached.")
+        str,
+        typer.Option(
+            help="Rates of the open loops, as shares of the requests/s that the closed loops reached; empty: none."
+        ),
     ] = "0.3,0.5,0.7,0.9,1.3",
     seconds: Annotated[float, typer.Option(min=1, help="Seconds of each load.")] = 15,
     open_seconds: Annotated[
@@ -72,7 +75,8 @@ def load(
     cache_dir: CacheOption = None,
 ) -> None:
     """Send closed-loop and open-loop load to the real server: images/s, latency, refusals. The last line is JSON."""
-    counts, rates = _parse_numbers(clients, "--clients", int), _parse_numbers(shares, "--shares", float)
+    counts = _parse_numbers(clients, "--clients", int)
+    rates = _parse_numbers(shares, "--shares", float) if shares else []
     for option, value in {"--seconds": seconds, "--open-seconds": open_seconds}.items():
         if value is not None and not math.isfinite(value):
             raise typer.BadParameter(f"{value} is not a finite number", param_hint=option)

@@ -52,6 +52,9 @@ def test_sends_the_requests_of_a_file_in_turns(toy_store: Store, tmp_path: Path)
     closed, opened, *appended = read_rows(rows)
     assert closed.case == "closed loop, 1 clients 64x64, mix" and opened.case.startswith("open loop"), "by their file"
     assert len(appended) == 2 and abs(closed.runs - closed.extra["failed"]) <= 1
+    with HttpServer(Handler) as server:
+        only_closed = run(toy_store, server.port, *options, "--shares", "")
+    assert "closed loop" in only_closed.output and "open loop" not in only_closed.output
     assert REFUSAL["error"] in " ".join(first.output.split()), "the reason of failed requests is printed"
 
 
