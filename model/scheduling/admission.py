@@ -1,9 +1,9 @@
 """Decide how many images a loop admits at once.
 
 Where two images take twice as long as one, admitting both delays the first and does not finish the second sooner. So an
-image joins only if that saves seconds, together with those that wait behind it, or if its request is short. Once enough
-wait to fill the loop, all are admitted: throughput then shortens the queue. All that this module uses of the device is
-the duration of its steps.
+image joins only if that saves a tenth of the seconds, together with those that wait behind it, or if its request is
+short. Once enough wait to fill the loop, a hundredth is enough: throughput then shortens the queue. All that this
+module uses of the device is the duration of its steps.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,6 +12,7 @@ from typing import NamedTuple
 from model.denoising.cover import Kind, StepCosts, count_entries
 
 MAX_TIME_RATIO = 0.9  # largest ratio of seconds, together to apart, that counts as an improvement
+MAX_FULL_TIME_RATIO = 0.99  # once enough wait to fill the loop
 Entries = tuple[Kind, int]
 """What an image needs of a step, and its batch entries."""
 
@@ -43,7 +44,8 @@ def may_join(joining: Iterable[Joining], fills: bool) -> bool:
     joining: with this image, with the next waiting one as well, and so on. fills: those that wait leave no room for
     another one.
     """
-    return fills or any(one.together <= MAX_TIME_RATIO * one.apart for one in joining)
+    ratio = MAX_FULL_TIME_RATIO if fills else MAX_TIME_RATIO
+    return any(one.together <= ratio * one.apart for one in joining)
 
 
 def shortens_mean_latency(steps: float, batch: int, images: int, running: int, steps_left: float) -> bool:

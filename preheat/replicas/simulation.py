@@ -1,8 +1,8 @@
 """A discrete-event simulation of servers that batch in flight, and of the platform's autoscaler.
 
 A server with n images takes `step_time(n)` seconds a step, and every image advances with each step. Waiting requests
-join in the order of their arrival, if that shortens the seconds for each, if they are short, or if enough wait to fill
-the largest batch (see model/scheduling/admission.py). The platform averages the requests in flight over its
+join in the order of their arrival, if that shortens the seconds for each or if they are short (see
+model/scheduling/admission.py). The platform averages the requests in flight over its
 window. It needs as many replicas as keep each below concurrency_target * target utilization. New replicas start at once
 and are ready after a cold start. Superfluous replicas are stopped after the scale-down delay. A request goes to the
 replica with the fewest requests.

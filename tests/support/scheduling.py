@@ -92,11 +92,15 @@ class Gate:
         """The seeds in the order of their first steps."""
         return list(dict.fromkeys(seed for seeds in self.seeds for seed in seeds))
 
-    def limit_batch(self, capacity: int, efficient: int) -> None:
-        """Set the limits of all loops, in batch entries. Only beyond `efficient` do more entries take longer."""
+    def limit_batch(self, capacity: int, efficient: int, power: float = 0.955) -> None:
+        """Set the limits of all loops, in batch entries.
+
+        Only beyond `efficient` do more entries take longer: with `power` 1 as many times as they are more. By default
+        four times as many save 6 % of that.
+        """
         for loop in self._loops:
             loop.capacity = capacity
-            loop.costs.replace({option: max(1.0, option.batch / efficient) for option in loop.costs.options})
+            loop.costs.replace({option: max(1.0, option.batch / efficient) ** power for option in loop.costs.options})
 
     def run(self, steps: int = 1) -> None:
         """Allow `steps` further steps, and wait until the last of them has begun."""

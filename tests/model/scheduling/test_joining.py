@@ -98,6 +98,15 @@ def test_all_join_once_enough_wait_to_fill_the_batch(gate: Gate, scheduler: Sche
     assert gate.seeds[-1] == [4] and len(gate.seeds) == 8  # the fifth did not wait for the other three
 
 
+def test_waiting_images_do_not_fill_the_batch_if_that_saves_nothing(gate: Gate, scheduler: Scheduler) -> None:
+    gate.limit_batch(capacity=8, efficient=2, power=1)
+    with paused(scheduler):
+        jobs = [scheduler.submit(params(seed)) for seed in range(6)]
+    gate.open()
+    results(*jobs)
+    assert all(len(seeds) == 1 for seeds in gate.seeds) and gate.order == [*range(6)]
+
+
 def test_images_in_the_refiner_count_as_running(gate: Gate, scheduler: Scheduler) -> None:
     gate.limit_batch(capacity=8, efficient=2)
     jobs = [scheduler.submit(params(seed, use_refiner=True)) for seed in (0, 1)]
@@ -203,11 +212,16 @@ H200 = {1: 0.0308, 2: 0.059, 4: 0.115, 8: 0.227}  # images -> seconds a step, at
     [
         (H200, 1, 1, False),
         (H200, 1, 6, False),
-        (H200, 1, 7, True),  # they fill the loop
-        (H200, 7, 1, True),
+        (H200, 1, 7, True),  # they fill the loop, and save 8 %
+        (H200, 4, 4, True),
+        (H200, 7, 1, False),  # interpolated, 1 % less per image
+        ({1: 0.02, 8: 0.16}, 1, 20, False),
+        ({1: 0.02, 8: 0.169}, 1, 20, False),
+        ({1: 0.02, 4: 0.078, 8: 0.17}, 1, 20, True),  # the first four save 2.5 %
+        ({1: 0.02, 4: 0.078, 8: 0.17}, 4, 20, False),
         ({1: 0.10, 2: 0.17, 4: 0.34}, 1, 1, True),
         ({1: 0.10, 2: 0.17, 4: 0.34}, 2, 1, False),
-        ({1: 0.10, 2: 0.17, 4: 0.34}, 2, 2, True),
+        ({1: 0.10, 2: 0.17, 4: 0.34}, 2, 2, False),  # they fill the loop, and save nothing
         ({1: 0.10, 2: 0.181, 3: 0.3, 4: 1}, 1, 1, False),  # 9.5 % less per image
         ({1: 0.10, 2: 0.179, 3: 0.3, 4: 1}, 1, 1, True),  # 10.5 %
         ({1: 0.1, 2: 0.2, 3: 0.21, 4: 1}, 1, 1, False),

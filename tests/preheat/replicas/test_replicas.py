@@ -67,7 +67,10 @@ def test_step_time_follows_the_curve() -> None:
     alone = simulate(constant(0.001, 100_000), server, STEADY)
     assert alone.latency(0.5) == pytest.approx(1.0)
     five_at_once = simulate(Burst("burst", lambda second: 0.0, 0.0, 0.0), server, STEADY)
-    assert sorted(five_at_once.latencies) == pytest.approx([4.0, 4.0, 4.0, 4.0, 5.0])
+    assert sorted(five_at_once.latencies) == pytest.approx([1.0, 2.0, 3.0, 4.0, 5.0])  # none is faster together
+    saving = Server({1: 0.1, 4: 0.2}, steps=10, cold_start_seconds=0)
+    five_at_once = simulate(Burst("burst", lambda second: 0.0, 0.0, 0.0), saving, STEADY)
+    assert sorted(five_at_once.latencies) == pytest.approx([2.0, 2.0, 2.0, 2.0, 3.0])
 
 
 def test_small_batches_shorten_the_median_latency(monkeypatch: pytest.MonkeyPatch) -> None:
