@@ -313,7 +313,6 @@ def _open_code(
     """
     if record.tensorrt is not None:
         return None
-
     constants = contents[record.constants.sha256]
     package = contents.get(record.blob.sha256)
     verified = partial(_verified_package, store, record) if package is None else _same_engine(record, package)

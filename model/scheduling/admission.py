@@ -1,7 +1,7 @@
 """Decide how many images a loop admits at once.
 
 Where two images take twice as long as one, admitting both delays the first and does not finish the second sooner. So an
-image joins only if that saves a tenth of the seconds, together with those that wait behind it, or if its request is
+image joins only if that saves a tenth of the seconds, together with the images behind it, or if its request is
 short. Once enough wait to fill the loop, a hundredth is enough: throughput then shortens the queue. All that this
 module uses of the device is the duration of its steps.
 """
