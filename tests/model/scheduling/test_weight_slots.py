@@ -301,8 +301,10 @@ def test_a_turn_is_not_cut_short() -> None:
             first = [scheduler.submit(params(seed), model=0) for seed in range(8)]
             other = scheduler.submit(params(1), model=1)
             later = [scheduler.submit(params(seed), model=0) for seed in range(8)]
+            loader.may_end.clear()
         results(*first, *later)
         assert not other.done
+        loader.may_end.set()
         assert results(other)[0].images == alone(1, 1)
 
 

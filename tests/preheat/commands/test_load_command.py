@@ -46,9 +46,8 @@ def test_sends_the_requests_of_a_file_in_turns(toy_store: Store, tmp_path: Path)
         command = (*options, "--shares", "1", "--requests", str(requests), "--out", str(rows))
         first, second = (run(toy_store, server.port, *command) for _ in range(2))
     assert first.exit_code == second.exit_code == 0, first.output
-    assert [(each["width"], each["num_inference_steps"]) for each in Handler.received[:2]] in (
-        [(64, 3), (72, 5)], [(72, 5), (64, 3)],
-    )  # fmt: skip
+    received = {(each["seed"] % 2, each["width"], each["num_inference_steps"]) for each in Handler.received}
+    assert received == {(0, 64, 3), (1, 72, 5)}, "the seed is the request's number"
     closed, opened, *appended = read_rows(rows)
     assert closed.case == "closed loop, 1 clients 64x64, mix" and opened.case.startswith("open loop"), "by their file"
     assert len(appended) == 2 and abs(closed.runs - closed.extra["failed"]) <= 1
