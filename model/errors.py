@@ -107,7 +107,8 @@ class OutOfDeviceMemory(PreheatError):
 
 
 class ReleaseNotLoaded(PreheatError):
-    """The weights of a release of this server could not be brought onto the device. Answered with status 503."""
+    """The weights of a release of this server could not be brought onto the device, or the engine of a size without
+    warm-up could not be opened. Answered with status 503."""
 
 
 class AdapterNotReady(PreheatError):

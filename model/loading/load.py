@@ -28,6 +28,7 @@ from model.engines.graphed import GraphedEngine
 from model.engines.signatures import LORA_DOWN
 from model.engines.tensorrt.plans import Plans
 from model.engines.tensorrt.runtime_caches import RuntimeCacheFolder
+from model.errors import PreheatError, ReleaseNotLoaded
 from model.loading.adapters import open_library, read_adapters
 from model.loading.select import Selection, select
 from model.loading.served import ServedModel, ServedRelease, served_model
@@ -320,7 +321,11 @@ def _open_code(
 
 
 def _verified_package(store: Store, record: EngineRecord) -> bytes:
-    return _same_engine(record, read_blob(store, record.blob))
+    """Return the package of a record, for a request that needs it. Raises ReleaseNotLoaded."""
+    try:
+        return _same_engine(record, read_blob(store, record.blob))
+    except PreheatError as error:
+        raise ReleaseNotLoaded(f"The {record.component} engine of this size cannot be loaded. {error}") from error
 
 
 def _same_engine(record: EngineRecord, package: bytes) -> bytes:

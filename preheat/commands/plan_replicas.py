@@ -87,7 +87,7 @@ def plan_replicas(
         )
     console.print(
         f"{plain(requests.name)} for {requests.seconds / 3600:g} h; one replica generates at most "
-        f"{server.images_per_second:.2f} images/s, {server.capacity} at once, and starts in {cold_start:g} s"
+        f"{server.images_per_second:.2f} images/s, {server.most_efficient} at once, and starts in {cold_start:g} s"
     )
     settings = candidates(server, requests, max_replica)
     simulated = ((setting, simulate(requests, server, setting)) for setting in settings)

@@ -51,9 +51,14 @@ class Server:
         return points[0 if images < points[0][0] else -1][1]
 
     @property
+    def most_efficient(self) -> int:
+        """The smallest number of images at once with the largest throughput."""
+        return min(sorted(self.step_seconds), key=lambda images: self.step_seconds[images] / images)
+
+    @property
     def images_per_second(self) -> float:
-        """Throughput at capacity."""
-        return self.capacity / (self.step_time(self.capacity) * self.steps)
+        """The largest throughput."""
+        return self.most_efficient / (self.step_time(self.most_efficient) * self.steps)
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,9 @@ class Burst(Traffic):
 def test_step_time_follows_the_curve() -> None:
     server = Server({1: 0.1, 4: 0.4}, steps=10, cold_start_seconds=0)
     assert [server.step_time(images) for images in (1, 2, 3, 4)] == pytest.approx([0.1, 0.2, 0.3, 0.4])
-    assert server.images_per_second == pytest.approx(1.0)
+    assert server.images_per_second == pytest.approx(1.0) and server.most_efficient == 1
+    slow_together = Server({1: 0.1, 2: 0.19, 4: 0.5}, steps=10, cold_start_seconds=0)
+    assert slow_together.images_per_second == pytest.approx(2 / 1.9) and slow_together.most_efficient == 2
     alone = simulate(constant(0.001, 100_000), server, STEADY)
     assert alone.latency(0.5) == pytest.approx(1.0)
     five_at_once = simulate(Burst("burst", lambda second: 0.0, 0.0, 0.0), server, STEADY)
