@@ -4,7 +4,6 @@ Without keys it answers only requests for this machine's own name, so that no we
 """
 
 import asyncio
-import json
 import logging
 import re
 import uuid
@@ -39,6 +38,7 @@ from gateway.recording import recorded
 from gateway.request_end import ClosingStream, stopping, unless_disconnected, until_shutdown
 from model.api.body_limit import CLIENT, BodyLimit, BodyLimits
 from model.api.fair_queue import PreparationQueues
+from model.api.json_bytes import json_bytes
 from model.api.shutdown import GracefulShutdown
 from model.errors import BodyTooLarge, BodyTooSlow, Overloaded, PreheatError, RequestRefused, Unavailable
 from model.request_fields import GenerationRequest
@@ -278,13 +278,13 @@ class LocalOnly:
 
 
 async def _stream(
-    http: Request, start: Start, lines: Callable[[Accepted], AsyncIterator[str]], media_type: str
+    http: Request, start: Start, lines: Callable[[Accepted], AsyncIterator[bytes]], media_type: str
 ) -> Response:
     """Start a request, and return the stream of its events. The work stops if the client leaves."""
     stack = AsyncExitStack()
     accepted = await start(stack)
 
-    async def body() -> AsyncIterator[str]:
+    async def body() -> AsyncIterator[bytes]:
         async with stack:
             async for line in lines(accepted):
                 yield line
@@ -302,20 +302,17 @@ async def _collect(http: Request, start: Start, answer: Callable[[list[Event]], 
             return [event async for event in accepted.events if event["event"] in ("image", "done")]
 
         events = await unless_disconnected(http, collect())
-    # Writing megabytes of base64 would block the event loop.
-    content = await asyncio.to_thread(lambda: json.dumps(answer(events)))
-    return Response(content, media_type="application/json", headers=_headers(http))
+    return Response(json_bytes(answer(events)), media_type="application/json", headers=_headers(http))
 
 
-async def _native_lines(accepted: Accepted) -> AsyncIterator[str]:
+async def _native_lines(accepted: Accepted) -> AsyncIterator[bytes]:
     """Yield the lines of a server's stream. An error is its last line."""
-    yield json.dumps(accepted.event) + "\n"
+    yield json_bytes(accepted.event) + b"\n"
     try:
         async for event in accepted.events:
-            line = await asyncio.to_thread(json.dumps, event) if event["event"] == "image" else json.dumps(event)
-            yield line + "\n"
+            yield json_bytes(event) + b"\n"
     except ApiError as error:
-        yield json.dumps({"event": "error", "status": error.status, **_native_body(error)}) + "\n"
+        yield json_bytes({"event": "error", "status": error.status, **_native_body(error)}) + b"\n"
 
 
 def _query_number(http: Request, name: str, default: int, most: int) -> int:

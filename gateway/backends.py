@@ -7,7 +7,6 @@ server has read the request, and then it is not known whether it was started.
 """
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
@@ -35,6 +34,7 @@ from gateway.bounded_reading import (
 )
 from gateway.errors import ApiError, GatewayConfigError
 from model.api.fair_queue import CLIENT_HEADER
+from model.api.json_bytes import json_bytes
 from model.api.resolve import find_release
 from model.errors import RequestRefused
 
@@ -105,9 +105,7 @@ class Backends:
             assert backend.health_url is not None
             sent = client.build_request("GET", backend.health_url)
         else:
-            # Escaped, because a text may hold half of a surrogate pair, which UTF-8 cannot encode. In a thread, because
-            # images of 60 MiB take half a second.
-            parts = await asyncio.to_thread(lambda: [json.dumps(request).encode()])
+            parts = [json_bytes(request)]
             headers = {**backend.headers, "Content-Type": "application/json", **(headers or {})}
             headers["Content-Length"] = str(len(parts[0]))
             sent = client.build_request("POST", backend.predict_url, content=_in_pieces(parts), headers=headers)

@@ -65,7 +65,7 @@ def _end_at_once(limit: asyncio.Timeout, loop: asyncio.AbstractEventLoop, _: obj
 class ClosingStream(StreamingResponse):
     """A stream that ends its request also if the client leaves before its first byte is sent."""
 
-    def __init__(self, content: AsyncIterator[str], stack: AsyncExitStack, **options: Any) -> None:
+    def __init__(self, content: AsyncIterator[bytes], stack: AsyncExitStack, **options: Any) -> None:
         super().__init__(content, **options)
         self._stack = stack
 

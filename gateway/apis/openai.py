@@ -25,6 +25,7 @@ from pydantic import ValidationError
 from gateway.backend_answers import Event
 from gateway.backends import Accepted
 from gateway.errors import ApiError, refused
+from model.api.json_bytes import json_bytes
 from model.api.resolve import DEFAULT_INPAINT_STRENGTH, DEFAULT_STRENGTH
 from model.errors import RequestRefused
 from model.images.containers import Container, InvalidFile, read_container
@@ -321,7 +322,7 @@ def answer(call: ImageCall, events: list[Event]) -> Event:
     return body | _identifier(call)
 
 
-async def server_sent_events(call: ImageCall, accepted: Accepted) -> AsyncIterator[str]:
+async def server_sent_events(call: ImageCall, accepted: Accepted) -> AsyncIterator[bytes]:
     """Yield the events of a streamed answer: previews, then the image, or an error."""
     common = {"created_at": int(time.time()), "background": "opaque", "quality": "auto"}
     previews, images = 0, []
@@ -335,7 +336,7 @@ async def server_sent_events(call: ImageCall, accepted: Accepted) -> AsyncIterat
             elif event["event"] == "image":
                 images.append(event)
             elif event["event"] == "heartbeat":
-                yield ": waiting\n\n"  # a comment keeps the connection open
+                yield b": waiting\n\n"  # a comment keeps the connection open
             elif event["event"] == "done":
                 size = f"{images[0]['width']}x{images[0]['height']}"
                 final = {"b64_json": images[0]["data"], "output_format": call.output_format, "size": size}
@@ -370,5 +371,5 @@ def _data_url(image: Event) -> str:
     return f"data:image/{image['format']};base64,{image['data']}"
 
 
-def _event(name: str, data: Event) -> str:
-    return f"event: {name}\ndata: {json.dumps({'type': name, **data})}\n\n"
+def _event(name: str, data: Event) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), json_bytes({"type": name, **data}))

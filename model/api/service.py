@@ -26,6 +26,7 @@ from model.api.adapter_catalog import AdapterCatalog
 from model.api.describe import DescribedAdapter, describe
 from model.api.fair_queue import CLIENT_HEADER, SMALL_PRICE, PreparationQueues
 from model.api.images import read_images, reading_price
+from model.api.json_bytes import json_bytes
 from model.api.request import GenerationResponse, ImageResult
 from model.api.resolve import find_release, resolve
 from model.api.shutdown import RETRY_SECONDS, wait_for_end
@@ -173,9 +174,7 @@ class Service:
         self._log(context, 200, timings=body["timings"], evaluations=result.evaluations)
         if http.headers.get("Content-Type", "").startswith("application/octet-stream"):
             return body
-        # Writing megabytes of base64 would block the event loop.
-        content = await asyncio.to_thread(json.dumps, body)
-        return Response(content, media_type="application/json", headers=headers)
+        return Response(json_bytes(body), media_type="application/json", headers=headers)
 
     async def _unless_ended(self, work: Coroutine[Any, Any, T], watcher: Watcher) -> T:
         """Return the result of `work`. If `watcher` ends first, cancel the work and raise the watcher's error.
@@ -271,7 +270,7 @@ class Service:
 
     async def _stream_events(
         self, context: RequestContext, job: RequestJob, events: "asyncio.Queue[StepEvent | ImageEvent | None]"
-    ) -> AsyncIterator[str]:
+    ) -> AsyncIterator[bytes]:
         assert context.release is not None
         accepted = {"request_id": context.id, "release": context.release.release, "seed": job.params.seed}
         try:
@@ -380,5 +379,5 @@ def _image(params: GenerationParams, image: ImageEvent) -> ImageResult:
     return result
 
 
-def _line(event: str, **entries: Any) -> str:
-    return json.dumps({"event": event, **entries}) + "\n"
+def _line(event: str, **entries: Any) -> bytes:
+    return json_bytes({"event": event, **entries}) + b"\n"
