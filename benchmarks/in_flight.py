@@ -114,7 +114,7 @@ def measure_saturated(
     for number in range(outstanding):
         submit(number)
     began = math.inf
-    while clock() < began + seconds:
+    while clock() < began + seconds or step_times[-1] <= began:  # at least one step is counted
         answers.get().result()
         began = min(began, clock())
         number += 1
