@@ -66,7 +66,8 @@ class Outcome:
         return sum(count for status, count in self.statuses.items() if status not in (200, 429))
 
 
-def _connect(endpoint: Endpoint) -> httpx.AsyncClient:
+def connect(endpoint: Endpoint) -> httpx.AsyncClient:
+    """Return a client with as many connections as requests."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
     return httpx.AsyncClient(
         headers=endpoint.headers, limits=limits, timeout=_TIMEOUT_SECONDS, trust_env=not endpoint.is_local
@@ -94,7 +95,7 @@ async def closed_loop(url: str, request_of: RequestOf, clients: int, seconds: fl
     outcome = Outcome(f"closed loop, {clients} clients", clients)
     numbers = itertools.count()
     endpoint = parse_endpoint(url)
-    async with _connect(endpoint) as client:
+    async with connect(endpoint) as client:
         began = time.perf_counter()
 
         async def send_repeatedly() -> None:
@@ -110,7 +111,7 @@ async def open_loop(url: str, request_of: RequestOf, rate: float, seconds: float
     """Send `rate` requests a second as a Poisson process for `seconds`. Returns when all are answered."""
     outcome = Outcome(f"open loop, {rate:.2f} requests/s", rate)
     endpoint = parse_endpoint(url)
-    async with _connect(endpoint) as client, asyncio.TaskGroup() as group:
+    async with connect(endpoint) as client, asyncio.TaskGroup() as group:
         began = time.perf_counter()
         for number, arrival in enumerate(poisson_arrivals(rate, seconds, random.Random(0))):
             await asyncio.sleep(max(0.0, began + arrival - time.perf_counter()))

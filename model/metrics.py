@@ -3,7 +3,9 @@
 Steps per second: rate(preheat_steps_total). Images per second: rate(preheat_images_total).
 """
 
+import os
 from functools import partial
+from pathlib import Path
 from typing import get_args
 
 import torch
@@ -111,6 +113,7 @@ HEALTHY = Gauge("preheat_healthy", "1 while the model is loaded and healthy, els
 GPU_MEMORY = Gauge(
     "preheat_gpu_memory_bytes", "GPU memory: total, used (by all processes), reserved (by PyTorch).", ["kind"]
 )
+HOST_MEMORY = Gauge("preheat_host_memory_bytes", "Resident memory of the server's processes; 0 if it is not known.")
 
 # All labels exist from the start, so that a rate includes the first event.
 for _kind in (
@@ -130,6 +133,16 @@ for _task in get_args(Task):
 for _unet in unets():
     ACTIVE.labels(_unet.name)
     STEPS.labels(_unet.name)
+
+
+def _resident_bytes() -> float:
+    try:
+        return float(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # not on Linux
+        return 0.0
+
+
+HOST_MEMORY.set_function(_resident_bytes)
 
 
 def observe_preparation(waited: float, worked: float) -> None:
