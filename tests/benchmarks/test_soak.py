@@ -3,6 +3,7 @@
 import io
 import json
 import random
+import time
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Iterator
@@ -56,7 +57,7 @@ class Handler(QuietHandler):
     """Answers with pictures of the requested size. `fault` changes that."""
 
     fault = ""
-    scrapes = 0
+    began = 0.0
 
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -74,8 +75,7 @@ class Handler(QuietHandler):
         return self.answer("\n".join(map(json.dumps, events)))
 
     def do_GET(self) -> None:
-        type(self).scrapes += 1
-        grown = 2**30 * (1 + (self.fault == "memory" and self.scrapes > 1))
+        grown = 2**30 * (1 + (self.fault == "memory" and time.monotonic() > self.began + 0.8))
         held = int(self.fault == "held")
         self.answer(f'preheat_host_memory_bytes {grown}\npreheat_active_images{{component="unet"}} {held}\n')
 
@@ -89,7 +89,7 @@ class Handler(QuietHandler):
 def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr("benchmarks.soak._SAMPLE_SECONDS", 0.05)
     monkeypatch.setattr("benchmarks.soak._SETTLE_SECONDS", 0.1)
-    Handler.scrapes = 0
+    Handler.began = time.monotonic()
     with HttpServer(Handler) as server:
         yield f"http://127.0.0.1:{server.port}"
 
@@ -113,7 +113,7 @@ def test_reports_what_is_wrong(
     if not message:
         main(arguments)
         [row] = json.loads(capsys.readouterr().out.splitlines()[-1])
-        assert row["failed"] == 0 and row["host_mib"] == [1024, 1024]
+        assert row["failed"] == 0 and set(row["host_mib"]) == {1024} and len(row["host_mib"]) > 1
         return
     with pytest.raises(SystemExit) as ended:
         main(arguments)
