@@ -80,10 +80,11 @@ soak: $(READY)
 	$(BIN)/pytest tests/model/store -k kill_9
 
 # About 25 minutes on two cores: the real server under closed and open loops, with 64 clients of which some disconnect,
-# with random requests while its memory is measured, and with 5,000 malformed and well-formed bodies; two servers that are
+# during 1,000 images while its memory is measured, with random requests, and with 5,000 malformed and well-formed bodies; two servers that are
 # replaced behind a balancer; a gateway under attacks.
 test-load: export PREHEAT_LOAD_SECONDS ?= 120
-test-load: export PREHEAT_SOAK_SECONDS ?= 300
+test-load: export PREHEAT_SOAK_IMAGES ?= 1000
+test-load: export PREHEAT_SOAK_SECONDS ?= 120
 test-load: export PREHEAT_GATEWAY_SECONDS ?= 60
 test-load: export PREHEAT_ATTACK_SECONDS ?= 15
 test-load: export PREHEAT_FUZZ_BODIES ?= 5000

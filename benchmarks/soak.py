@@ -1,10 +1,12 @@
-"""Send random requests of every kind that a server describes, for minutes, and watch its memory and each picture.
+"""Send random requests of what a server describes, for minutes, and watch its memory and each picture.
 
     python -m benchmarks.soak URL [--seconds 600] [--clients 16] [--leave 0.1]
 
-Some clients leave before their answer, some read streams. Ends with status 1 if an answer is missing, is no success or
-has a broken picture, if the server holds images at the end, or if its memory grew in the second half of the time. In
-the first half its caches fill with what the requests name.
+Requests differ in release, size, sampler, forecast, steps, guidance, prompts and their syntax, format and enlargement.
+They use the refiner, adapters, input images with a mask, a ControlNet, an IP-Adapter and streams with previews, each in
+a share of the requests. Some clients leave before their answer. Ends with status 1 if an answer is no success or has a
+broken picture, if the server holds images at the end, or if its memory grew in the second half of the time. In the
+first half its caches fill with what the requests name.
 """
 
 import argparse
@@ -19,7 +21,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 from PIL import Image
@@ -28,72 +30,73 @@ from benchmarks.rows import check_rows_file, finish, make_row
 from benchmarks.server_load import connect
 from gateway.endpoint import parse_endpoint
 from model.denoising.sampler_specs import HEUN
+from model.errors import PreheatError
+from model.validation import PromptSyntax
+from preheat.local_server.client import generate
 from preheat.local_server.demo import read_metrics
 
-_SAMPLE_SECONDS = 2.0
-_PARTS = 10  # of the time, each with its memory
+_PARTS = 10  # of the time, each with its memory in the row
 _MAX_GROWTH = 0.1  # the most memory depends on which requests meet
-_SETTLE_SECONDS = 30.0  # at most, after the last answer, until the images of clients that left are dropped
+_DESCRIBE_SECONDS = 60.0
 _MAX_RANGE_SIDE = 2  # times the smallest side, of sizes that a release serves as a range
 _PROMPTS = ("a large red circle on a blue background", "two green squares on white", "a (blue:1.2) line", "")
-_MEMORY = {"host": "preheat_host_memory_bytes", "gpu": 'preheat_gpu_memory_bytes{kind="used"}'}
-"""The server's metrics of memory."""
-_HELD = ("preheat_queue_images", "preheat_active_images")
+_MEMORY_METRICS = {"host": "preheat_host_memory_bytes", "gpu": 'preheat_gpu_memory_bytes{kind="used"}'}
+_HELD_METRICS = ("preheat_queue_images", "preheat_active_images")
 """The beginnings of the metrics of images that a server holds."""
 
 
 def random_request(described: Mapping[str, Any], generator: random.Random, max_steps: int) -> dict[str, Any]:
-    """Return the body of a valid request. `described`: the answer of a release to `describe`.
-
-    Every optional part is asked for in a share of the requests, in all combinations.
-    """
+    """Return the body of a request that a release accepts. `described`: its answer to `describe`. `max_steps`: >= 2."""
 
     def chance(share: float) -> bool:
         return generator.random() < share
 
-    width, height = _random_size(described["sizes"], generator)
+    takes_only_masks, limits = described["requires_masks"], described["limits"]
+    width, height = _random_size(described["image_sizes" if takes_only_masks else "sizes"], generator)
     sampler = generator.choice(described["samplers"])
+    steps = min(max_steps, limits["steps"], limits["steps_lcm"], limits["steps_heun"])
+    refined = described["has_refiner"] and sampler != HEUN.name and chance(0.2)
     request: dict[str, Any] = {
         "prompt": " ".join(filter(None, generator.choices(_PROMPTS, k=3))) or _PROMPTS[0],
+        "prompt_syntax": generator.choice(get_args(PromptSyntax)),
         "model": described["release"],
         "width": width,
         "height": height,
         "scheduler": sampler,
-        "num_inference_steps": generator.randint(2, max_steps),
+        "forecast": generator.choice(described["forecasts"][sampler]) if chance(0.3) else "off",
+        "num_inference_steps": generator.randint(2, steps),
         "guidance_scale": generator.choice([1, 3, 7.5]),
+        "use_refiner": refined,
         "seed": generator.randrange(2**32),
         "num_images": generator.choice([1, 1, 1, 2, 3]),
         "output_format": generator.choice(["jpeg", "jpeg", "png", "webp"]),
+        "upscale": generator.choice([1, 1, 2]),
         "stream": chance(0.3),
-        "preview_every": generator.choice([0, 1, 3]),
+        "preview_every": 0 if described["safety"] == "blank" else generator.choice([0, 1, 3]),
         "metadata": chance(0.3),
     }
-    if chance(0.3):
-        request["forecast"] = generator.choice(described["forecasts"][sampler])
     if chance(0.5):
         request["negative_prompt"] = generator.choice(_PROMPTS)
-    if described["has_refiner"] and sampler != HEUN.name and chance(0.2):  # Heun is refused with the refiner
-        request["use_refiner"] = True
+    if takes_only_masks or (_accepts(described["image_sizes"], width, height) and chance(0.3)):
+        request |= {"image": _picture(width, height, generator), "strength": round(generator.uniform(0.6, 1), 2)}
+        if takes_only_masks or chance(0.5):
+            request["masks"] = [{"image": _mask(width, height, generator)}]
+            request |= {"composite": chance(0.5), "color_match": chance(0.5)}
+    if refined:  # adapters are refused with it
+        return request
     if described["loras"] and chance(0.4):
         names = generator.sample(described["loras"], min(len(described["loras"]), generator.choice([1, 1, 2])))
         request["loras"] = [{"name": name, "scale": round(generator.uniform(-1, 1), 2)} for name in names]
-    picture = _picture(width, height, generator)
-    if described["image_sizes"] is not None and _accepts(described["image_sizes"], width, height):
-        if described["requires_masks"] or chance(0.3):
-            request |= {"image": picture, "strength": round(generator.uniform(0.6, 1), 2)}
-            if described["requires_masks"] or chance(0.5):
-                request["masks"] = [{"image": _mask(width, height, generator)}]
-                request |= {"composite": chance(0.5), "color_match": chance(0.5)}
     nets = [name for name, sizes in described["control_sizes"].items() if _accepts(sizes, width, height)]
-    if nets and not request.get("use_refiner") and chance(0.3):
-        name = generator.choice(nets)
-        types = described["controlnets"][name]
-        mode = {"mode": generator.randrange(types)} if types else {}
-        request["controls"] = [{"name": name, "image": picture, "scale": 0.7, "preprocess": "canny", **mode}]
-    adapters, adapter_sizes = described["ip_adapters"], described["ip_adapter_sizes"]
-    if adapters and _accepts(adapter_sizes, width, height) and not request.get("use_refiner") and chance(0.3):
-        name = generator.choice(list(adapters))
-        request["ip_adapters"] = [{"name": name, "images": [picture] * generator.randint(1, adapters[name])}]
+    if nets and chance(0.3):
+        control = {"name": generator.choice(nets), "image": _picture(width, height, generator), "preprocess": "canny"}
+        if types := described["controlnets"][control["name"]]:
+            control["mode"] = generator.randrange(types)
+        request["controls"] = [control]
+    if _accepts(described["ip_adapter_sizes"], width, height) and chance(0.3):
+        name, most = generator.choice(list(described["ip_adapters"].items()))
+        pictures = [_picture(width, height, generator) for _ in range(generator.randint(1, most))]
+        request["ip_adapters"] = [{"name": name, "images": pictures}]
     return request
 
 
@@ -101,12 +104,14 @@ def _random_size(sizes: Mapping[str, Any], generator: random.Random) -> tuple[in
     if "sizes" in sizes:
         width, height = generator.choice(sizes["sizes"])
         return width, height
-    least, multiple = sizes["min"], sizes["multiple"]
-    sides = range(least, min(sizes["max"], _MAX_RANGE_SIDE * least) + 1, multiple)
+    smallest, multiple = sizes["min"], sizes["multiple"]
+    sides = range(smallest, min(sizes["max"], _MAX_RANGE_SIDE * smallest) + 1, multiple)
     return generator.choice(sides), generator.choice(sides)
 
 
-def _accepts(sizes: Mapping[str, Any], width: int, height: int) -> bool:
+def _accepts(sizes: Mapping[str, Any] | None, width: int, height: int) -> bool:
+    if sizes is None:
+        return False
     if "sizes" in sizes:
         return [width, height] in sizes["sizes"]
     return all(sizes["min"] <= side <= sizes["max"] and side % sizes["multiple"] == 0 for side in (width, height))
@@ -114,97 +119,120 @@ def _accepts(sizes: Mapping[str, Any], width: int, height: int) -> bool:
 
 def _picture(width: int, height: int, generator: random.Random) -> str:
     colours = bytes(generator.randrange(256) for _ in range(3 * 16))
-    return _file(Image.frombytes("RGB", (4, 4), colours).resize((width, height), Image.Resampling.BICUBIC))
+    return _png_base64(Image.frombytes("RGB", (4, 4), colours).resize((width, height)))
 
 
 def _mask(width: int, height: int, generator: random.Random) -> str:
     mask = Image.new("L", (width, height))
     mask.paste(255, (0, 0, width // generator.choice([1, 2]), height // 2))
-    return _file(mask)
+    return _png_base64(mask)
 
 
-def _file(image: Image.Image) -> str:
-    image.save(buffer := io.BytesIO(), format="PNG")
+def _png_base64(image: Image.Image) -> str:
+    image.save(buffer := io.BytesIO(), format="PNG", compress_level=1)
     return base64.b64encode(buffer.getvalue()).decode()
 
 
 @dataclass
 class Soak:
-    """The result. `latencies`: seconds of whole answers. `problems`: by text, their numbers.
+    """The result of `seconds` of requests. `latencies`: seconds of whole answers.
 
-    `memory`: by kind, bytes at the seconds of `sampled`.
+    `problems`: by kind, their numbers. `examples`: one of each kind. `memory`: by kind, (second, bytes).
     """
 
-    sent: int = 0
+    seconds: float
     left: int = 0
     refused: int = 0
     latencies: list[float] = field(default_factory=list)
     problems: Counter[str] = field(default_factory=Counter)
-    sampled: list[float] = field(default_factory=list)
-    memory: dict[str, list[float]] = field(default_factory=dict)
+    examples: dict[str, str] = field(default_factory=dict)
+    memory: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
-    def memory_mib(self, seconds: float) -> dict[str, list[int]]:
-        """Return the most MiB in each tenth of `seconds` that was sampled, by the kind of memory."""
-        tenths = [min(_PARTS - 1, int(_PARTS * at / seconds)) for at in self.sampled]
-        return {
-            kind: [
-                round(max(count for tenth, count in zip(tenths, counts, strict=True) if tenth == part) / 2**20)
-                for part in sorted(set(tenths))
-            ]
-            for kind, counts in self.memory.items()
-        }
+    def add_problem(self, kind: str, example: object) -> None:
+        self.problems[kind] += 1
+        self.examples.setdefault(kind, str(example)[:300])
 
-    def failures(self, seconds: float) -> list[str]:
+    def memory_mib(self, kind: str) -> list[int | None]:
+        """Return the most MiB in each tenth of the time; None: it was not read then."""
+        tenths: list[list[float]] = [[] for _ in range(_PARTS)]
+        for at, count in self.memory[kind]:
+            tenths[min(_PARTS - 1, int(_PARTS * at / self.seconds))].append(count)
+        return [round(max(counts) / 2**20) if counts else None for counts in tenths]
+
+    def failures(self) -> list[str]:
         """Return what is wrong, empty if nothing is."""
-        wrong = [f"{count} times {problem}" for problem, count in self.problems.items()]
-        if self.sent != len(self.latencies) + self.left + self.refused + self.problems.total():
-            wrong.append("requests were lost")
-        for kind, parts in self.memory_mib(seconds).items():
-            before, after = max(parts[: _PARTS // 2]), max(parts[_PARTS // 2 :], default=0)
-            if after > (1 + _MAX_GROWTH) * before:
-                wrong.append(f"{kind} memory grew from {before} to {after} MiB")
+        wrong = [f"{count} times {kind}: {self.examples[kind]}" for kind, count in self.problems.items()]
+        if not self.latencies:
+            wrong.append("No request was answered.")
+        for kind in {"host", *self.memory}:
+            halves: tuple[list[float], list[float]] = [], []
+            for at, count in self.memory.get(kind, []):
+                halves[at >= self.seconds / 2].append(count)
+            before, after = (max(half, default=0.0) / 2**20 for half in halves)
+            if not before or not after:
+                wrong.append(f"The {kind} memory is not known in both halves of the time.")
+            elif after > (1 + _MAX_GROWTH) * before:
+                wrong.append(f"The {kind} memory grew from {before:.0f} to {after:.0f} MiB.")
         return wrong
 
 
-async def soak(url: str, seconds: float, clients: int, leave: float, max_steps: int) -> Soak:
-    """Send random requests from `clients` clients. `leave`: the share of requests whose client leaves early."""
-    result, endpoint, began = Soak(), parse_endpoint(url), time.monotonic()
-    async with connect(endpoint) as client:
+def soak(
+    url: str,
+    seconds: float,
+    clients: int,
+    leave_share: float,
+    max_steps: int,
+    sample_seconds: float = 2.0,
+    settle_seconds: float = 30.0,
+) -> Soak:
+    """Send random requests from `clients` clients to a local server, in which clients leave a share of them early.
 
-        async def describe(**model: str) -> dict[str, Any]:
-            answer = await client.post(endpoint.predict_url, json={"prompt": "-", "describe": True, **model})
-            described: dict[str, Any] = answer.raise_for_status().json()
-            return described
+    `settle_seconds`: after the last answer, until the images of clients that left must be dropped. Raises CallFailed
+    or BadEndpoint if the server does not describe itself.
+    """
+    read_metrics(url)
 
-        described = [await describe(model=name) for name in (await describe())["models"]]
+    def describe(**model: str) -> dict[str, Any]:
+        return generate(url, {"prompt": "-", "describe": True, **model}, _DESCRIBE_SECONDS)
 
-        async def send_repeatedly(number: int) -> None:
-            generator = random.Random(number)
-            while time.monotonic() < began + seconds:
-                request = random_request(generator.choice(described), generator, max_steps)
-                typical = result.latencies[-1] if result.latencies else 1.0
-                patience = generator.uniform(0, typical) if generator.random() < leave else None
-                await _send(client, endpoint.predict_url, request, patience, result)
+    described = [describe(model=name) for name in describe()["models"]]
+    result, began, predict_url = Soak(seconds), time.monotonic(), parse_endpoint(url).predict_url
 
-        async def sample() -> None:
-            while True:
+    async def send_repeatedly(number: int, client: httpx.AsyncClient) -> None:
+        generator = random.Random(number)
+        while time.monotonic() < began + seconds:
+            request = await asyncio.to_thread(random_request, generator.choice(described), generator, max_steps)
+            typical = result.latencies[-1] if result.latencies else 1.0
+            patience = generator.uniform(0, typical) if generator.random() < leave_share else None
+            await _send(client, predict_url, request, patience, result)
+
+    async def sample() -> None:
+        while True:
+            try:
                 metrics = await asyncio.to_thread(read_metrics, url)
-                result.sampled.append(time.monotonic() - began)
-                for kind, name in _MEMORY.items():
-                    if name in metrics:
-                        result.memory.setdefault(kind, []).append(metrics[name])
-                await asyncio.sleep(_SAMPLE_SECONDS)
+            except PreheatError as error:
+                result.add_problem("metrics", error)
+                metrics = {}
+            for kind, name in _MEMORY_METRICS.items():
+                if name in metrics:
+                    result.memory.setdefault(kind, []).append((time.monotonic() - began, metrics[name]))
+            await asyncio.sleep(sample_seconds)
 
-        sampling = asyncio.create_task(sample())
-        await asyncio.gather(*(send_repeatedly(number) for number in range(clients)))
-        sampling.cancel()
-        end = time.monotonic() + _SETTLE_SECONDS
-        while held := {name for name, count in read_metrics(url).items() if name.startswith(_HELD) and count}:
-            if time.monotonic() > end:
-                result.problems[f"images are still held: {', '.join(sorted(held))}"] += 1
-                result.sent += 1
-                break
-            await asyncio.sleep(_SAMPLE_SECONDS)
+    async def run() -> None:
+        async with connect(parse_endpoint(url)) as client:
+            sampling = asyncio.create_task(sample())
+            await asyncio.gather(*(send_repeatedly(number, client) for number in range(clients)))
+            sampling.cancel()
+
+    asyncio.run(run())
+    end = time.monotonic() + settle_seconds
+    while held := {
+        name: count for name, count in read_metrics(url).items() if name.startswith(_HELD_METRICS) and count
+    }:
+        if time.monotonic() > end:
+            result.add_problem("images held after the last answer", held)
+            break
+        time.sleep(sample_seconds)
     return result
 
 
@@ -212,7 +240,6 @@ async def _send(
     client: httpx.AsyncClient, url: str, request: dict[str, Any], patience: float | None, result: Soak
 ) -> None:
     """Send a request and count its answer. `patience`: seconds after which the client leaves; None: it waits."""
-    result.sent += 1
     began = time.monotonic()
     try:
         async with asyncio.timeout(patience):
@@ -221,30 +248,34 @@ async def _send(
         result.left += 1
         return
     except httpx.TransportError as error:
-        result.problems[f"no answer: {error!r}"] += 1
+        result.add_problem("no answer", repr(error))
         return
+    seconds = time.monotonic() - began
     if answer.status_code == 429:
         result.refused += 1
         await asyncio.sleep(int(answer.headers["Retry-After"]))
+    elif answer.status_code != 200:
+        result.add_problem(str(answer.status_code), answer.text)
     elif problem := await asyncio.to_thread(_problem_of, answer, request):
-        result.problems[problem] += 1
+        result.add_problem("a broken answer", problem)
     else:
-        result.latencies.append(time.monotonic() - began)
+        result.latencies.append(seconds)
 
 
 def _problem_of(answer: httpx.Response, request: Mapping[str, Any]) -> str:
-    """Return what is wrong with an answer, or ""."""
-    if answer.status_code != 200:
-        return f"{answer.status_code}: {answer.text[:300]}"
-    if request["stream"]:
-        events = [json.loads(line) for line in answer.text.splitlines()]
-        if events[-1]["event"] != "done":
-            return f"a stream ended with {events[-1]}"
-        images = [event for event in events if event["event"] == "image"]
-    else:
-        images = answer.json()["images"]
-    sizes = [_size_of_picture(image["data"]) for image in images]
-    expected = [(request["width"], request["height"])] * request["num_images"]
+    """Return what is wrong with the body of a successful answer, or ""."""
+    try:
+        if request["stream"]:
+            events = [json.loads(line) for line in answer.text.splitlines()]
+            if events[-1]["event"] != "done":
+                return f"the stream ended with {events[-1]}"
+            images = [event for event in events if event["event"] == "image"]
+        else:
+            images = answer.json()["images"]
+        sizes = [_size_of_picture(image["data"]) for image in images]
+    except (ValueError, LookupError, TypeError, OSError) as error:
+        return repr(error)
+    expected = [(request["upscale"] * request["width"], request["upscale"] * request["height"])] * request["num_images"]
     return "" if sizes == expected else f"pictures of {sizes} in place of {expected}"
 
 
@@ -261,22 +292,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--leave", type=float, default=0.1, help="share of the requests whose client leaves early")
     parser.add_argument("--max-steps", type=int, default=8)
-    parser.add_argument("--precision", default="fp16", help="of the release, for the row")
+    parser.add_argument("--precision", default="", help="of the release, for the row")
     parser.add_argument("--out", type=Path, help="append the row to this JSON file")
     options = parser.parse_args(arguments)
-    check_rows_file(options.out)
-    result = asyncio.run(soak(options.url, options.seconds, options.clients, options.leave, options.max_steps))
-    failures = result.failures(options.seconds)
+    if options.max_steps < 2:
+        parser.error("--max-steps: at least 2, because an input image leaves fewer")
+    try:
+        check_rows_file(options.out)
+        result = soak(options.url, options.seconds, options.clients, options.leave, options.max_steps)
+    except PreheatError as error:
+        sys.exit(str(error))
     if result.latencies:
         extra: dict[str, Any] = {"left": result.left, "refused": result.refused, "failed": result.problems.total()}
-        extra |= {f"{kind}_mib": parts for kind, parts in result.memory_mib(options.seconds).items()}
+        extra |= {f"{kind}_mib": result.memory_mib(kind) for kind in result.memory}
         case = f"soak, {options.clients} clients for {options.seconds:g} s"
         row = make_row(case, result.latencies, "s", options.precision, 0, 1, digits=3, **extra)
         finish([row], options.out)
-    for failure in failures:
-        print(failure, file=sys.stderr)
-    if failures or not result.latencies:
-        sys.exit(1)
+    if failures := result.failures():
+        sys.exit("\n".join(failures))
 
 
 if __name__ == "__main__":

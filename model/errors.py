@@ -108,7 +108,7 @@ class OutOfDeviceMemory(PreheatError):
 
 class ReleaseNotLoaded(PreheatError):
     """The weights of a release of this server could not be brought onto the device, or the engine of a size without
-    warm-up could not be opened. Answered with status 503."""
+    warm-up could not be read. Answered with status 503."""
 
 
 class AdapterNotReady(PreheatError):

@@ -113,7 +113,7 @@ HEALTHY = Gauge("preheat_healthy", "1 while the model is loaded and healthy, els
 GPU_MEMORY = Gauge(
     "preheat_gpu_memory_bytes", "GPU memory: total, used (by all processes), reserved (by PyTorch).", ["kind"]
 )
-HOST_MEMORY = Gauge("preheat_host_memory_bytes", "Resident memory of the server's processes; 0 if it is not known.")
+HOST_MEMORY = Gauge("preheat_host_memory_bytes", "Resident memory of the server and its workers; 0: not known.")
 
 # All labels exist from the start, so that a rate includes the first event.
 for _kind in (

@@ -1,19 +1,23 @@
 """Write JSON that may hold megabytes of base64."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic_core import PydanticSerializationError, to_json
 
 
-def json_bytes(value: Any) -> bytes:
+def json_bytes(value: Mapping[str, Any]) -> bytes:
     """Return JSON in ASCII: half of a surrogate pair has no UTF-8, and a reader of lines may split at other characters.
 
-    pydantic writes megabytes of base64 several times as fast as `json`. Both hold the interpreter lock, so another
-    thread would not keep the event loop free.
+    pydantic writes megabytes of base64 several times as fast as `json`, which still writes what holds other text. Both
+    hold the interpreter lock, so another thread would not keep the event loop free.
     """
     try:
         content = to_json(value)
     except PydanticSerializationError:
         content = b""
-    return content if content and content.isascii() else json.dumps(value).encode()
+    if content and content.isascii():
+        return content
+    del content
+    return json.dumps(value).encode()

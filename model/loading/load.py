@@ -325,7 +325,7 @@ def _verified_package(store: Store, record: EngineRecord) -> bytes:
     try:
         return _same_engine(record, read_blob(store, record.blob))
     except PreheatError as error:
-        raise ReleaseNotLoaded(f"The {record.component} engine of this size cannot be loaded. {error}") from error
+        raise ReleaseNotLoaded(f"The {record.component} engine of this size cannot be read. {error}") from error
 
 
 def _same_engine(record: EngineRecord, package: bytes) -> bytes:

@@ -1,8 +1,8 @@
 """Many clients at once, some of which disconnect: all others get their own images, and health checks are answered.
 
-Both tests take minutes, so they are skipped without their variable. PREHEAT_LOAD_SECONDS is the duration of the load
-(120 in `make test-load`). PREHEAT_SOAK_SECONDS is the duration of random requests while the server's memory is watched
-(300 in `make test-load`).
+The tests take minutes, so each is skipped without its variable. PREHEAT_LOAD_SECONDS is the duration of the load
+(120 in `make test-load`), PREHEAT_SOAK_IMAGES the number of images that are generated while the server's memory is
+watched (1,000), PREHEAT_SOAK_SECONDS the duration of random requests (120).
 """
 
 import asyncio
@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from benchmarks.soak import soak
+from preheat.local_server.demo import read_metrics
 from preheat.local_server.server import Server
 from tests.support.load import HealthProbe
 from tests.support.load_requests import REQUESTS, decoded_images, problem_of
@@ -25,6 +26,7 @@ CLIENTS = 64
 DISCONNECT_SHARE = 0.2  # of the requests
 STREAM_SHARE = 0.3
 LOAD_SECONDS = float(os.environ.get("PREHEAT_LOAD_SECONDS", "0"))
+SOAK_IMAGES = int(os.environ.get("PREHEAT_SOAK_IMAGES", "0"))
 SOAK_SECONDS = float(os.environ.get("PREHEAT_SOAK_SECONDS", "0"))
 
 
@@ -75,10 +77,24 @@ def test_each_client_gets_its_own_images(server: Server, show_progress: Callable
     assert probe.failed == 0
 
 
-@pytest.mark.skipif(not SOAK_SECONDS, reason="takes minutes: set PREHEAT_SOAK_SECONDS=300, or run `make test-load`")
+@pytest.mark.skipif(not SOAK_IMAGES, reason="takes minutes: set PREHEAT_SOAK_IMAGES=1000, or run `make test-load`")
+def test_memory_does_not_grow(server: Server, show_progress: Callable[[str], None]) -> None:
+    """The limit is 2 % more than after the first hundred images."""
+    resident_bytes: list[float] = []
+    with httpx.Client(base_url=server.url, trust_env=False, timeout=LOAD_TIMEOUT_SECONDS) as client:
+        for done in range(0, SOAK_IMAGES, 4):
+            request = REQUESTS[done % len(REQUESTS)] | {"num_images": 4, "stream": done % 3 == 0}
+            answer = client.post(PREDICT_PATH, json=request)
+            assert answer.status_code == 200, answer.text[:200]
+            if (done + 4) % 100 == 0:
+                resident_bytes.append(read_metrics(server.url)["preheat_host_memory_bytes"])
+    show_progress("resident MiB after each 100 images: " + ", ".join(f"{size / 2**20:.0f}" for size in resident_bytes))
+    assert max(resident_bytes[1:]) < 1.02 * resident_bytes[0]
+
+
+@pytest.mark.skipif(not SOAK_SECONDS, reason="takes minutes: set PREHEAT_SOAK_SECONDS=120, or run `make test-load`")
 def test_random_requests_leave_nothing_behind(server: Server, show_progress: Callable[[str], None]) -> None:
-    """Every answer has its pictures, and the memory grows by at most 10 % in the second half."""
-    result = asyncio.run(soak(server.url, SOAK_SECONDS, clients=6, leave=0.1, max_steps=4))
-    show_progress(f"{len(result.latencies)} answers, {result.left} left; MiB: {result.memory_mib(SOAK_SECONDS)}")
-    assert result.failures(SOAK_SECONDS) == []
+    result = soak(server.url, SOAK_SECONDS, clients=6, leave_share=0.1, max_steps=4)
+    show_progress(f"{len(result.latencies)} answers, {result.left} left, MiB: {result.memory_mib('host')}")
+    assert result.failures() == []
     assert len(result.latencies) > 100 and result.left

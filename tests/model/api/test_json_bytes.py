@@ -21,3 +21,9 @@ def test_is_ascii_that_json_reads(value: dict[str, Any]) -> None:
     content = json_bytes(value)
     assert json.loads(content) == json.loads(json.dumps(value))
     assert content.isascii() and len(content.decode().splitlines()) == 1
+
+
+def test_ascii_never_takes_the_slow_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = json.dumps({"data": "aGk="}, separators=(",", ":")).encode()
+    monkeypatch.delattr(json, "dumps")
+    assert json_bytes({"data": "aGk="}) == expected

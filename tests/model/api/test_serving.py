@@ -140,6 +140,7 @@ def test_loaded_server_is_healthy_and_publishes_its_schema(client: httpx.Client)
 def test_measures_the_cold_start(client: httpx.Client) -> None:
     predict(client, **SMALL)
     metrics = client.get("/metrics/").text
+    assert re.search(r"^preheat_host_memory_bytes \d\.\d+e\+08$", metrics, re.MULTILINE), "hundreds of MB"
     samples = re.findall(r'^preheat_cold_start_seconds\{phase="(\w+)"\} (\S+)$', metrics, re.MULTILINE)
     seconds = {phase: float(value) for phase, value in samples}
     in_turns = {"import", "resolve", "weights", "engines", "warm_up"}  # "stream" and parts of the warm-up overlap them

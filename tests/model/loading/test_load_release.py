@@ -130,7 +130,7 @@ def test_an_engine_of_a_cold_size_is_opened_by_its_first_run(store: WritableLoca
     os.chmod(path, 0o600)
     path.write_bytes(bytes(blob.bytes))
     engine = load(store, buckets=buckets).model.engines["unet"]
-    with pytest.raises(ReleaseNotLoaded, match="The unet engine of this size cannot be loaded. Blob .* is damaged"):
+    with pytest.raises(ReleaseNotLoaded, match="The unet engine of this size cannot be read. Blob .* is damaged"):
         engine.run({"x": x}, 128, 64)
     engine.run({"x": x[:, :, :8]}, 64, 64)
     path.write_bytes(buffer.getvalue())

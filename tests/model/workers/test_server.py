@@ -120,6 +120,8 @@ def test_metrics_add_the_workers_and_keep_ended_ones(pool: Server, client: httpx
         picture(client.post(PREDICT_PATH, json=REQUEST | {"seed": seed}))
     eventually(lambda: metric(client, "preheat_images_total") == images + 2, "two more images")
     assert settled(client, "preheat_steps_total") == metric(client, "preheat_step_seconds_count") == steps + 12
+    resident = [psutil.Process(pid).memory_info().rss for pid in (pool.pid, *worker_pids(pool))]
+    assert metric(client, "preheat_host_memory_bytes") == pytest.approx(sum(resident), rel=0.1)
     for pid in worker_pids(pool):
         os.kill(pid, signal.SIGKILL)
     eventually(lambda: client.get("/v1/models/model").status_code == 503, "an unhealthy server")
