@@ -164,7 +164,7 @@ class Soak:
         wrong = [f"{count} times {kind}: {self.examples[kind]}" for kind, count in self.problems.items()]
         if not self.latencies:
             wrong.append("No request was answered.")
-        for kind in {"host", *self.memory}:
+        for kind in sorted({"host", *self.memory}):
             halves: tuple[list[float], list[float]] = [], []
             for at, count in self.memory.get(kind, []):
                 halves[at >= self.seconds / 2].append(count)
@@ -225,15 +225,21 @@ def soak(
             sampling.cancel()
 
     asyncio.run(run())
-    end = time.monotonic() + settle_seconds
-    while held := {
-        name: count for name, count in read_metrics(url).items() if name.startswith(_HELD_METRICS) and count
-    }:
-        if time.monotonic() > end:
-            result.add_problem("images held after the last answer", held)
-            break
-        time.sleep(sample_seconds)
+    _check_held(url, result, sample_seconds, settle_seconds)
     return result
+
+
+def _check_held(url: str, result: Soak, sample_seconds: float, settle_seconds: float) -> None:
+    """Add a problem if the server still holds images after `settle_seconds`, or no longer answers."""
+    end = time.monotonic() + settle_seconds
+    try:
+        while held := {name: n for name, n in read_metrics(url).items() if name.startswith(_HELD_METRICS) and n}:
+            if time.monotonic() > end:
+                result.add_problem("images held after the last answer", held)
+                return
+            time.sleep(sample_seconds)
+    except PreheatError as error:
+        result.add_problem("metrics", error)
 
 
 async def _send(

@@ -65,6 +65,7 @@ class Handler(QuietHandler):
 
     fault = ""
     asked = 0
+    scrapes = 0
 
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -87,6 +88,9 @@ class Handler(QuietHandler):
         return self.answer(text[:-3] if self.fault == "cut stream" else text)
 
     def do_GET(self) -> None:
+        type(self).scrapes += 1
+        if self.fault == "no metrics" and self.scrapes > 1:
+            return self.answer("", 500)
         held = int(self.fault == "held")
         memory = "" if self.fault == "no memory" else f"preheat_host_memory_bytes {2**30}\n"
         self.answer(f'{memory}preheat_active_images{{component="unet"}} {held}\n')
@@ -100,7 +104,7 @@ class Handler(QuietHandler):
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    Handler.asked = 0
+    Handler.asked = Handler.scrapes = 0
     with HttpServer(Handler) as server:
         yield f"http://127.0.0.1:{server.port}"
 
@@ -117,6 +121,7 @@ def url() -> Iterator[str]:
         ("stream", ["times a broken answer: the stream ended with {'event': 'error'}"]),
         ("cut stream", ["times a broken answer: JSONDecodeError"]),
         ("held", ["1 times images held after the last answer: {'preheat_active_images"]),
+        ("no metrics", ["times metrics: http://127.0.0.1:", "memory is not known"]),
         ("no memory", ["The host memory is not known in both halves of the time."]),
     ],
 )
