@@ -13,11 +13,13 @@ def json_bytes(value: Mapping[str, Any]) -> bytes:
     pydantic writes megabytes of base64 several times as fast as `json`, which still writes what holds other text. Both
     hold the interpreter lock, so another thread would not keep the event loop free.
     """
+    return _ascii_json(value) or json.dumps(value).encode()
+
+
+def _ascii_json(value: Mapping[str, Any]) -> bytes | None:
+    """Return JSON by pydantic's writer, or None if a text is not ASCII."""
     try:
         content = to_json(value)
-    except PydanticSerializationError:
-        content = b""
-    if content and content.isascii():
-        return content
-    del content
-    return json.dumps(value).encode()
+    except PydanticSerializationError:  # half of a surrogate pair
+        return None
+    return content if content.isascii() else None

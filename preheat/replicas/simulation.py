@@ -53,7 +53,7 @@ class Server:
     @property
     def most_efficient(self) -> int:
         """The smallest number of images at once with the largest throughput."""
-        return min(sorted(self.step_seconds), key=lambda images: self.step_seconds[images] / images)
+        return min(self.step_seconds, key=lambda images: (self.step_seconds[images] / images, images))
 
     @property
     def images_per_second(self) -> float:
