@@ -79,9 +79,9 @@ soak: export PREHEAT_REQUIRE_OBJECT_STORE := 1
 soak: $(READY)
 	$(BIN)/pytest tests/model/store -k kill_9
 
-# About 25 minutes on two cores: the real server under closed and open loops, with 64 clients of which some disconnect,
-# during 1,000 images while its memory is measured, with random requests, and with 5,000 malformed and well-formed bodies; two servers that are
-# replaced behind a balancer; a gateway under attacks.
+# Some 25 minutes on two cores: the real server under closed and open loops, with 64 clients of which some disconnect,
+# during 1,000 images while its memory is measured, with random requests, and with 5,000 malformed and well-formed
+# bodies; two servers that are replaced behind a balancer; a gateway under attacks.
 test-load: export PREHEAT_LOAD_SECONDS ?= 120
 test-load: export PREHEAT_SOAK_IMAGES ?= 1000
 test-load: export PREHEAT_SOAK_SECONDS ?= 120
