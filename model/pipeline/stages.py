@@ -75,7 +75,8 @@ class EncodePrompt:
         image.cond = _copy_inputs(cond)
         image.uncond = None if uncond is None else _copy_inputs(uncond)
         if finite is not None:
-            image.checks[TEXT] = finite & image.checks.get(TEXT, True)
+            earlier = image.checks.get(TEXT)
+            image.checks[TEXT] = finite if earlier is None else finite & earlier
 
 
 def _are_finite(conditionings: CfgConditioning) -> torch.Tensor | None:
