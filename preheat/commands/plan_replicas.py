@@ -144,21 +144,22 @@ def read_curve(path: Path) -> dict[int, float]:
     """Return images at once -> seconds of a step. The seconds include a share of all other stages.
 
     n clients without pause keep n images in flight, so each step takes n / (images/s * steps) seconds. The curve ends
-    at the smallest n that reaches 95 % of the best images/s. Only the rows of the file's last measurement are read.
+    at the smallest n that reaches 95 % of the best images/s. Only the file's last measurement without --requests is
+    read: the steps of different requests take different times.
     """
-    found = [(match, row) for row in read_rows(path) if (match := _CLOSED_LOOP.match(row.case)) is not None]
+    rows = [row for row in read_rows(path) if "requests" not in row.extra]
+    found = [(match, row) for row in rows if (match := _CLOSED_LOOP.match(row.case)) is not None]
     if not found:
-        raise typer.BadParameter(f"{path} has no closed loops: measure them with `preheat load`", param_hint="--load")
+        raise typer.BadParameter(
+            f"{path} has no closed loops of equal requests: measure them with `preheat load`, without --requests",
+            param_hint="--load",
+        )
     _, last = found[-1]
     rates = {
         int(match[1]): (float(row.extra["images_per_second"]), row.steps)
         for match, row in found
         if (row.commit, row.command, row.precision) == (last.commit, last.command, last.precision)
     }
-    if "requests" in last.extra:
-        raise typer.BadParameter(
-            f"{path} was measured with a list of requests, whose steps take different times", param_hint="--load"
-        )
     best = max(rate for rate, _ in rates.values())
     largest = min(count for count, (rate, _) in rates.items() if rate >= 0.95 * best)
     return {count: count / (rate * steps) for count, (rate, steps) in sorted(rates.items()) if count <= largest}

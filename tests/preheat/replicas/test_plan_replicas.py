@@ -38,9 +38,12 @@ def test_curve_is_of_the_last_measurement(measured: Path, monkeypatch: pytest.Mo
     case = "closed loop, 2 clients 64x64"
     append_rows(measured, [make_row(case, [1.0], "s", "fp32", 10, 1, images_per_second=1.0)])
     assert read_curve(measured) == {2: 0.2}
-    append_rows(measured, [make_row(case, [1.0], "s", "fp32", 10, 1, images_per_second=1.0, requests="mix")])
+    listed = make_row(case, [1.0], "s", "fp32", 10, 1, images_per_second=1.0, requests="mix")
+    append_rows(measured, [listed])
+    assert read_curve(measured) == {2: 0.2}, "the steps of a list of requests take different times"
+    measured.write_text(json.dumps([listed.to_dict()]))
     ran = plan("constant:1", "--load", str(measured), "--cold-start", "1", "--p99", "3")
-    assert ran.exit_code == 2 and "measured with a list of requests" in " ".join(ran.output.replace("│", " ").split())
+    assert ran.exit_code == 2 and "no closed loops of equal requests" in " ".join(ran.output.replace("│", " ").split())
 
 
 def test_writes_settings_of_the_platform(measured: Path, tmp_path: Path) -> None:
