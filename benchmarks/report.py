@@ -13,6 +13,7 @@ A section has a table of its rows, and these plots if its rows have their values
     time by stage               rows with `stages`
     latency against steps       rows in ms or s that differ only in steps
     throughput against batch    rows in ms or images/s that differ only in batch
+    latency of each load        rows with `images_per_second`
 
 A section begins with the notes in name.md, if that file exists. The pages depend only on these files, so a test
 compares them. Plots need matplotlib, which is imported only for them.
@@ -48,6 +49,13 @@ _DEVICE_HEAD = """\
 
 [All devices, and how to read the tables]({index}).
 """
+_LOAD_COLUMNS = {
+    "images/s": ("images_per_second", "{:.3g}"),
+    "refused": ("refused", "{}"),
+    "GPU idle": ("gpu_idle_percent", "{:.2g} %"),
+    "GPU memory": ("memory_gib", "{:.1f} GiB"),
+}
+"""Further columns of a section's table: the entry of its rows, and its format."""
 _Series = dict[str, list[tuple[int, float]]]
 """Points (x, y) of each line, by its name."""
 
@@ -201,6 +209,8 @@ def plots_of(name: str, rows: Sequence[Row]) -> list[Plot]:
     if by_batch := _series(rows, "batch", _throughput):
         draw = partial(_lines, series=by_batch, x_label="images a batch", y_label="images a second")
         plots.append(Plot(f"{name}-batch", "Throughput against batch", draw))
+    if loads := [row for row in rows if "images_per_second" in row.extra and row.unit in _TO_MS]:
+        plots.append(Plot(f"{name}-latencies", "Latency of each load", partial(_latencies, rows=loads)))
     return plots
 
 
@@ -246,15 +256,17 @@ def _label(key: str, value: Any) -> str:
 
 
 def _table(rows: Sequence[Row]) -> str:
-    lines = [
-        "| case | precision | steps | batch | p50 | p90 | p99 | runs | commit |",
-        "|---|---|--:|--:|--:|--:|--:|--:|---|",
-    ]
+    further = {
+        title: (key, text) for title, (key, text) in _LOAD_COLUMNS.items() if any(key in row.extra for row in rows)
+    }
+    titles = ["case", "precision", "steps", "batch", "p50", "p90", "p99", "runs", *further, "commit"]
+    lines = [titles, ["---", "---", *["--:"] * (len(titles) - 3), "---"]]
     for row in rows:
-        numbers = " | ".join(f"{_number(value)} {row.unit}" for value in (row.p50, row.p90, row.p99))
-        facts = f"{row.precision} | {row.steps or ''} | {row.batch or ''}"
-        lines.append(f"| {_cell(row.case)} | {facts} | {numbers} | {row.runs} | {row.commit} |")
-    return "\n".join(lines) + "\n"
+        numbers = [f"{_number(value)} {row.unit}" for value in (row.p50, row.p90, row.p99)]
+        facts = [row.precision, str(row.steps or ""), str(row.batch or "")]
+        loads = [text.format(row.extra[key]) if key in row.extra else "" for key, text in further.values()]
+        lines.append([_cell(row.case), *facts, *numbers, str(row.runs), *loads, row.commit])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _provenance(rows: Sequence[Row]) -> str:
@@ -314,6 +326,24 @@ def _stack(axes: Any, rows: Sequence[Row], parts: str, unit: str) -> None:
     axes.margins(x=0.12)
     axes.set_xlabel(f"{unit} (medians)")
     axes.figure.legend(ncols=min(5, len(names)), loc="outside lower center", frameon=False)
+
+
+def _latencies(axes: Any, rows: Sequence[Row]) -> None:
+    """Draw a bar for each row, up to its p50, with marks at its p90 and p99, and write its images/s beside them."""
+    labels = _labels(rows)
+    axes.figure.set_figheight(max(4.5, 1.5 + 0.35 * len(rows)))
+    percentiles = {
+        name: [getattr(row, name) * _TO_MS[row.unit] / 1000 for row in rows] for name in ("p50", "p90", "p99")
+    }
+    axes.barh(labels, percentiles["p50"], label="p50", color=_color(0), height=0.6)
+    for (name, seconds), marker in zip(list(percentiles.items())[1:], "|D", strict=True):
+        axes.scatter(seconds, labels, label=name, marker=marker, color="black", s=40 if marker == "|" else 12, zorder=3)
+    for row, label, end in zip(rows, labels, percentiles["p99"], strict=True):
+        annotate(axes, f"{_number(row.extra['images_per_second'])} images/s", end, label)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.3 * max(percentiles["p99"]))
+    axes.set_xlabel("seconds from the request to its answer")
+    axes.legend(frameon=False)
 
 
 def _lines(axes: Any, series: _Series, x_label: str, y_label: str) -> None:

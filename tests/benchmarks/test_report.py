@@ -100,6 +100,15 @@ def test_page_has_notes_rows_and_their_provenance(folder: Path) -> None:
     assert "![" not in text
 
 
+def test_loads_have_further_columns(folder: Path) -> None:
+    load = row(case="a load", unit="s", images_per_second=2.345, refused=3, gpu_idle_percent=1.25)
+    write(folder, [load, row(case="another")], "h200-load")
+    text = render(folder, folder.with_suffix(".md"))[folder.with_name(f"{folder.name}-h200.md")]
+    assert "| p99 | runs | images/s | refused | GPU idle | commit |" in text, "no row has memory"
+    [measured, other] = [line.split(" | ")[7:] for line in text.splitlines() if line.startswith("| a")]
+    assert measured == ["5", "2.35", "3", "1.2 %", "abc1234 |"] and other == ["5", "", "", "", "abc1234 |"]
+
+
 # -- the plots ----------------------------------------------------------------------------------------------------
 
 SWEEPS: dict[str, tuple[list[Entries], list[str]]] = {
@@ -119,6 +128,7 @@ SWEEPS: dict[str, tuple[list[Entries], list[str]]] = {
     "stages": ([row(stages={"text": 1, "denoise": 8.5})], ["stages"]),
     "phases": ([row(unit="s", phases={"import": 1.5, "weights": 0.2})], ["cold-start"]),
     "cold starts of other steps": ([row(unit="s", steps=n, phases={"import": 1.5}) for n in (1, 2)], ["cold-start"]),
+    "loads": ([row(unit="s", images_per_second=2.0), row(unit="images/s", images_per_second=2.0)], ["latencies"]),
     "bytes": ([row(unit="GiB", steps=10), row(unit="GiB", steps=20)], []),
     "no steps": ([row(steps=0), row(steps=20)], []),
 }
@@ -135,6 +145,12 @@ def test_plots_show_the_rows_values(folder: Path) -> None:
     [path] = write_report(folder, folder.with_suffix(".md"))
     text = path.read_text()
     assert all(f">{word}<" in text for word in ("case 1.5", "case 2.5", "import", "warm up", "2.75", "3.75"))
+
+
+def test_plot_of_loads_has_the_percentiles_and_the_rates(folder: Path) -> None:
+    write(folder, [row(case="eight clients", unit="s", images_per_second=2.345)], "x")
+    [path] = write_report(folder, folder.with_suffix(".md"))
+    assert all(f">{word}<" in path.read_text() for word in ("eight clients", "2.35 images/s", "p50", "p90", "p99"))
 
 
 def test_same_rows_give_same_files_and_old_plots_are_deleted(folder: Path) -> None:
