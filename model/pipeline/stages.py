@@ -136,7 +136,8 @@ class Decode:
         with model.decode_stream.run_after(image.latents, *image.checks.values()):
             levels, finite = to_levels(decode_latents(model, image.latents))
             checks = {LATENTS: latents_are_sane(image.latents), PIXELS: finite, **image.checks}
-            finite = torch.cat([checks.get(name, torch.ones_like(finite)) for name in CHECKS])
+            passed = torch.ones_like(finite)  # a check that was not made
+            finite = torch.cat([checks.get(name, passed) for name in CHECKS])
             if image.result is not None:
                 finite &= image.result.tensors[1]
             if plan.is_last:
