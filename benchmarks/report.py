@@ -141,12 +141,14 @@ def headlines(sections: Mapping[str, Sequence[Row]], page: Path, base: Path) -> 
             "commit": row.commit,
         })  # fmt: skip
     columns = [column for column in (cells[0] if cells else ()) if any(each[column] for each in cells)]
-    lines = [
-        columns,
-        ["---", "---", *(["--:"] * (len(columns) - 3)), "---"],
-        *([each[c] for c in columns] for each in cells),
-    ]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines) if cells else ""
+    return _markdown([columns, *([each[c] for c in columns] for each in cells)]) if cells else ""
+
+
+def _markdown(lines: Sequence[Sequence[str]]) -> str:
+    """Return a table, from the titles of its columns and its lines. All columns but three are numbers."""
+    titles, *others = lines
+    rule = ["---", "---", *["--:"] * (len(titles) - 3), "---"]
+    return "".join(f"| {' | '.join(line)} |\n" for line in (titles, rule, *others))
 
 
 def _short(gpu: str) -> str:
@@ -259,14 +261,13 @@ def _table(rows: Sequence[Row]) -> str:
     further = {
         title: (key, text) for title, (key, text) in _LOAD_COLUMNS.items() if any(key in row.extra for row in rows)
     }
-    titles = ["case", "precision", "steps", "batch", "p50", "p90", "p99", "runs", *further, "commit"]
-    lines = [titles, ["---", "---", *["--:"] * (len(titles) - 3), "---"]]
+    lines = [["case", "precision", "steps", "batch", "p50", "p90", "p99", "runs", *further, "commit"]]
     for row in rows:
         numbers = [f"{_number(value)} {row.unit}" for value in (row.p50, row.p90, row.p99)]
         facts = [row.precision, str(row.steps or ""), str(row.batch or "")]
         loads = [text.format(row.extra[key]) if key in row.extra else "" for key, text in further.values()]
         lines.append([_cell(row.case), *facts, *numbers, str(row.runs), *loads, row.commit])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return _markdown(lines)
 
 
 def _provenance(rows: Sequence[Row]) -> str:
@@ -332,16 +333,14 @@ def _latencies(axes: Any, rows: Sequence[Row]) -> None:
     """Draw a bar for each row, up to its p50, with marks at its p90 and p99, and write its images/s beside them."""
     labels = _labels(rows)
     axes.figure.set_figheight(max(4.5, 1.5 + 0.35 * len(rows)))
-    percentiles = {
-        name: [getattr(row, name) * _TO_MS[row.unit] / 1000 for row in rows] for name in ("p50", "p90", "p99")
-    }
-    axes.barh(labels, percentiles["p50"], label="p50", color=_color(0), height=0.6)
-    for (name, seconds), marker in zip(list(percentiles.items())[1:], "|D", strict=True):
-        axes.scatter(seconds, labels, label=name, marker=marker, color="black", s=40 if marker == "|" else 12, zorder=3)
-    for row, label, end in zip(rows, labels, percentiles["p99"], strict=True):
+    p50, p90, p99 = ([getattr(row, name) * _TO_MS[row.unit] / 1000 for row in rows] for name in ("p50", "p90", "p99"))
+    axes.barh(labels, p50, label="p50", color=_color(0), height=0.6)
+    axes.scatter(p90, labels, label="p90", marker="|", color="black", s=40, zorder=3)
+    axes.scatter(p99, labels, label="p99", marker="D", color="black", s=12, zorder=3)
+    for row, label, end in zip(rows, labels, p99, strict=True):
         annotate(axes, f"{_number(row.extra['images_per_second'])} images/s", end, label)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.3 * max(percentiles["p99"]))
+    axes.set_xlim(0, 1.3 * max(p99))
     axes.set_xlabel("seconds from the request to its answer")
     axes.legend(frameon=False)
 
