@@ -40,7 +40,11 @@ _MAX_GROWTH = 0.1  # the most memory depends on which requests meet
 _DESCRIBE_SECONDS = 60.0
 _MAX_RANGE_SIDE = 2  # times the smallest side, of sizes that a release serves as a range
 _PROMPTS = ("a large red circle on a blue background", "two green squares on white", "a (blue:1.2) line", "")
-_MEMORY_METRICS = {"host": "preheat_host_memory_bytes", "gpu": 'preheat_gpu_memory_bytes{kind="used"}'}
+_MEMORY_METRICS = {
+    "host": "preheat_host_memory_bytes",
+    "gpu": 'preheat_gpu_memory_bytes{kind="used"}',  # of all processes
+    "gpu_reserved": 'preheat_gpu_memory_bytes{kind="reserved"}',
+}
 _HELD_METRICS = ("preheat_queue_images", "preheat_active_images")
 """The beginnings of the metrics of images that a server holds."""
 
