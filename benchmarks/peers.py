@@ -4,6 +4,7 @@ Each peer runs in its own process, so that it shares no state of PyTorch with th
 clear caches of the whole process, and use the memory pools of other captured graphs.
 """
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -101,7 +102,8 @@ def diffusers_pipeline(folder: Checkpoint, precision: str, compiled: bool) -> An
 
     Compiled means channels_last, fused projections, and torch.compile with CUDA graphs on UNet and decoder. diffusers
     would convert an fp16 SDXL decoder with `force_upcast` to fp32 and back for each image. CUDA graphs would be
-    captured again each time. So a compiled decoder stays in fp32. The scheduler is that of the release.
+    captured again each time. So a compiled decoder stays in fp32. The scheduler and the noise of a seed are those of
+    the release.
     """
     kind, is_sdxl = _pipeline_class(folder), folder.family == "sdxl"
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -110,6 +112,7 @@ def diffusers_pipeline(folder: Checkpoint, precision: str, compiled: bool) -> An
     pipeline = kind.from_pretrained(folder.root, dtype=getattr(torch, precision), **options).to(device)
     scheduler = read_scheduler(folder)
     pipeline.scheduler = diffusers_scheduler(scheduler.config, scheduler.schedule, scheduler.sampler)
+    _draw_in_fp32(pipeline)
     pipeline.set_progress_bar_config(disable=True)
     if not compiled:
         return pipeline
@@ -123,6 +126,23 @@ def diffusers_pipeline(folder: Checkpoint, precision: str, compiled: bool) -> An
     decode: Any = torch.compile(vae.decode, mode="reduce-overhead", fullgraph=True)
     vae.decode = lambda latents, **options: decode(latents.to(vae.dtype), **options)
     return pipeline
+
+
+def _draw_in_fp32(pipeline: Any) -> None:
+    """Let a pipeline draw noise in float32, as Preheat does, and round it.
+
+    diffusers draws in the precision of the weights. From one seed torch 2.11 then draws unrelated numbers on a CPU: its
+    uniform numbers for 16 bits are other bits of the generator's. torch 2.13 draws the same ones.
+    """
+    from diffusers.utils.torch_utils import randn_tensor
+
+    def draw(*arguments: Any, **options: Any) -> Any:
+        return randn_tensor(*arguments, **options | {"dtype": torch.float32}).to(options["dtype"])
+
+    for part in (pipeline, pipeline.scheduler):
+        module = sys.modules[type(part).__module__]
+        if hasattr(module, "randn_tensor"):
+            vars(module)["randn_tensor"] = draw
 
 
 def _pipeline_class(folder: Checkpoint) -> Any:

@@ -8,12 +8,14 @@ from dataclasses import replace
 from importlib.metadata import version
 from multiprocessing import active_children
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from click.testing import Result
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from torch.overrides import TorchFunctionMode
 from typer.testing import CliRunner
 
 from benchmarks import adapters, latency, measure, peers
@@ -83,6 +85,29 @@ def test_peer_generates_and_encodes_the_requested_images(toy_folder: Path, monke
         peers.generate_by_diffusers(pipeline, params)
         assert steps == [batch] * 3
     assert encoded == [(64, 128, 3)] * 4
+
+
+class RecordDraws(TorchFunctionMode):
+    """Records the dtype of each call of torch.randn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_function__(self, function: Any, _: Any, arguments: Any = (), options: Any = None) -> Any:
+        if function is torch.randn:
+            self.dtypes.append(options["dtype"])
+        return function(*arguments, **(options or {}))
+
+
+def test_peer_draws_the_noise_of_a_seed_in_fp32(toy_folder: Path, tmp_path: Path) -> None:
+    """In fp16 torch 2.11 draws unrelated numbers from the same seed."""
+    folder = Path(shutil.copytree(toy_folder, tmp_path / "copy"))
+    edit_json(folder / "model_index.json", scheduler=["diffusers", "EulerAncestralDiscreteScheduler"])
+    pipeline = peers.diffusers_pipeline(Checkpoint(folder), "float16", False)
+    with RecordDraws() as draws:
+        peers.generate_by_diffusers(pipeline, replace(PLAIN, width=64, height=64, num_inference_steps=2))
+    assert draws.dtypes == [torch.float32] * 3  # the initial latents, and one of each step
 
 
 def test_reports_a_peer_that_fails_or_is_killed(toy_folder: Path) -> None:
