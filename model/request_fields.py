@@ -274,6 +274,7 @@ class GenerationRequest(RequestModel, defer_build=False):
         "prompt_syntax",
         "How prompts are read. `plain`: as they are, up to 77 tokens. `weighted`: with weights, as in "
         "`(word:1.3)`, and up to 4 chunks of 75 tokens; see [weighted prompts](#weighted-prompts).",
+        OPENAI,
     )
     image: str | None = _field(
         "The image to start from: base64 or a `data:` URL of a PNG, JPEG or WebP file, at most 32 MiB and "
@@ -369,11 +370,13 @@ class GenerationRequest(RequestModel, defer_build=False):
     guidance_rescale: Fraction | None = _released(
         "guidance_rescale",
         "How much of the contrast that guidance adds is taken back: 0 to 1. No effect without guidance.",
+        OPENAI,
     )
     clip_skip: ClipSkip | None = _released(
         "clip_skip",
         "Layers of the text encoders to skip before the one that the UNet was trained with, for the prompt "
         "only: 0, or more if the release's text encoders have as many layers.",
+        OPENAI,
     )
     original_size: SizeCondition | None = _field(
         "SDXL: [height, width] in pixels that the image seems to have had before it was scaled. Small "
