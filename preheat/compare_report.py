@@ -51,7 +51,7 @@ def facts(comparison: Comparison) -> list[str]:
     release = next(variant for variant in comparison.variants if variant.name == RELEASE).row
     versions = [release.gpu, f"driver {release.driver}" if release.driver else "", f"torch {release.torch}"]
     diffusers = comparison.variants[0].row.extra.get("diffusers")
-    versions += [f"diffusers {diffusers}" if diffusers else "", release.precision, f"commit {release.commit}"]
+    versions += [f"diffusers {diffusers}" if diffusers else "", f"commit {release.commit}"]
     settings = dict.fromkeys(map(_settings, comparison.requests))
     return [
         ", ".join(filter(None, versions)),
@@ -121,8 +121,8 @@ def to_html(comparison: Comparison, per_hour: float | None = None) -> str:
 
 
 def _headers(per_hour: float | None) -> list[str]:
-    headers = ["variant", "steps", "PSNR dB, median", "worst", "1 - MS-SSIM, median", "worst", "s/image", "images/s",
-               "load s", "first image s", "memory MiB"]  # fmt: skip
+    headers = ["variant", "precision", "steps", "PSNR dB, median", "worst", "1 - MS-SSIM, median", "worst", "s/image",
+               "images/s", "load s", "first image s", "memory MiB"]  # fmt: skip
     return headers if per_hour is None else [*headers, "cost of 1,000"]
 
 
@@ -134,6 +134,7 @@ def _cells(comparison: Comparison, variant: Variant, per_hour: float | None) -> 
     memory = None if variant.memory_bytes is None else variant.memory_bytes / 2**20
     cells = [
         variant.name,
+        variant.row.precision,
         f"{steps}" if evaluated == steps else f"{evaluated} of {steps}",
         *(["reference", "", "", ""] if variant is comparison.variants[0] else distances),
         f"{variant.seconds:.3f}",
