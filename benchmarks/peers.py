@@ -131,8 +131,8 @@ def diffusers_pipeline(folder: Checkpoint, precision: str, compiled: bool) -> An
 def _draw_in_fp32(pipeline: Any) -> None:
     """Let a pipeline draw noise in float32, as Preheat does, and round it.
 
-    diffusers draws in the precision of the weights. From one seed torch 2.11 then draws unrelated numbers on a CPU: its
-    uniform numbers for 16 bits are other bits of the generator's. torch 2.13 draws the same ones.
+    diffusers draws in the precision of the weights. On a CPU torch 2.11 draws unrelated numbers from a seed in fp16 and in
+    fp32. torch 2.13 draws the same ones.
     """
     from diffusers.utils.torch_utils import randn_tensor
 
