@@ -88,13 +88,6 @@ def check_peer(folder: Checkpoint, params: GenerationParams) -> None:
         )
     if params.forecast != "off":
         raise RequestRefused("forecast", f"a peer evaluates all steps, and the request has {params.forecast}: set off.")
-    peer_sampler = read_scheduler(folder).sampler
-    if params.scheduler != peer_sampler:
-        raise RequestRefused(
-            "scheduler",
-            f"this release uses {params.scheduler} and {folder.root} uses {peer_sampler}: name a folder whose "
-            "scheduler/scheduler_config.json has the release's.",
-        )
 
 
 def diffusers_pipeline(folder: Checkpoint, precision: str, compiled: bool) -> Any:
@@ -102,17 +95,13 @@ def diffusers_pipeline(folder: Checkpoint, precision: str, compiled: bool) -> An
 
     Compiled means channels_last, fused projections, and torch.compile with CUDA graphs on UNet and decoder. diffusers
     would convert an fp16 SDXL decoder with `force_upcast` to fp32 and back for each image. CUDA graphs would be
-    captured again each time. So a compiled decoder stays in fp32. The scheduler and the noise of a seed are those of
-    the release.
+    captured again each time. So a compiled decoder stays in fp32.
     """
     kind, is_sdxl = _pipeline_class(folder), folder.family == "sdxl"
     device = "cuda" if torch.cuda.is_available() else "cpu"
     options = {"variant": variant_of(folder, "unet"), "use_safetensors": True}
     options |= {"add_watermarker": False} if is_sdxl else {"safety_checker": None, "requires_safety_checker": False}
     pipeline = kind.from_pretrained(folder.root, dtype=getattr(torch, precision), **options).to(device)
-    scheduler = read_scheduler(folder)
-    pipeline.scheduler = diffusers_scheduler(scheduler.config, scheduler.schedule, scheduler.sampler)
-    _draw_in_fp32(pipeline)
     pipeline.set_progress_bar_config(disable=True)
     if not compiled:
         return pipeline
@@ -128,11 +117,18 @@ def diffusers_pipeline(folder: Checkpoint, precision: str, compiled: bool) -> An
     return pipeline
 
 
+def _use_sampler(pipeline: Any, folder: Checkpoint, sampler: str) -> None:
+    """Give a pipeline the scheduler and the noise of a seed that a release of the folder has."""
+    config = read_scheduler(folder)
+    pipeline.scheduler = diffusers_scheduler(config.config, config.schedule, sampler)
+    _draw_in_fp32(pipeline)
+
+
 def _draw_in_fp32(pipeline: Any) -> None:
     """Let a pipeline draw noise in float32, as Preheat does, and round it.
 
-    diffusers draws in the precision of the weights. On a CPU torch 2.11 draws unrelated numbers from a seed in fp16 and in
-    fp32. torch 2.13 draws the same ones.
+    diffusers draws in the precision of the weights. On a CPU torch 2.11 draws unrelated numbers from a seed in fp16 and
+    in fp32. torch 2.13 draws the same ones.
     """
     from diffusers.utils.torch_utils import randn_tensor
 
@@ -157,8 +153,9 @@ def _pipeline_class(folder: Checkpoint) -> Any:
     return diffusers.StableDiffusionXLPipeline if folder.family == "sdxl" else diffusers.StableDiffusionPipeline
 
 
-def generate_by_diffusers(pipeline: Any, params: GenerationParams) -> list[Pixels]:
-    """Return the images of this request, after encoding them as for a response."""
+def generate_by_diffusers(pipeline: Any, folder: Checkpoint, params: GenerationParams) -> list[Pixels]:
+    """Return the images of this request, after encoding them as for a response. `folder`: of the pipeline."""
+    _use_sampler(pipeline, folder, params.scheduler)
     images = pipeline(
         prompt=params.prompt,
         negative_prompt=params.negative_prompt,
@@ -253,7 +250,7 @@ def _run_peer(connection: Connection, folder: Checkpoint, precision: str, compil
         return time.perf_counter() - began
 
     def generate(params: GenerationParams, returns_images: bool) -> tuple[list[Pixels], int | None] | None:
-        images = generate_by_diffusers(pipelines[0], params)
+        images = generate_by_diffusers(pipelines[0], folder, params)
         return (images, memory.peak_bytes()) if returns_images else None
 
     with suppress(EOFError, ConnectionError):

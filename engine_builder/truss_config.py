@@ -12,6 +12,9 @@ from engine_builder.files import read_file
 from model.errors import ConfigError
 from model.settings import Settings, read_settings
 
+PLACEHOLDER_STORES = ("s3://preheat-releases", "s3://bucket/prefix")
+"""Stores of the shipped configs and of the documentation, which nobody has."""
+
 
 def read_truss_config(path: Path) -> Any:
     """Return the TrussConfig in a file. Raises ConfigError if the file or its content cannot be read."""

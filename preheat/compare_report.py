@@ -46,7 +46,7 @@ def describe(comparison: Comparison, per_hour: float | None = None) -> Table:
     return table
 
 
-def facts(comparison: Comparison) -> list[str]:
+def facts(comparison: Comparison, per_hour: float | None = None) -> list[str]:
     """Return lines about the machine, the versions and the requests, and what limits the comparison."""
     release = next(variant for variant in comparison.variants if variant.name == RELEASE).row
     versions = [release.gpu, f"driver {release.driver}" if release.driver else "", f"torch {release.torch}"]
@@ -57,6 +57,7 @@ def facts(comparison: Comparison) -> list[str]:
         ", ".join(filter(None, versions)),
         f"{len(comparison.requests)} requests: {'; '.join(settings)}. Seconds are the median of the first request "
         f"(runs: {release.runs}), one image after the other.",
+        *([] if per_hour is None else [f"The cost of 1,000 images is for a machine at {per_hour:g} an hour."]),
         *comparison.notes,
     ]
 
@@ -67,7 +68,7 @@ def to_json(comparison: Comparison, per_hour: float | None = None) -> bytes:
         "version": 1,
         "release": comparison.release,
         "reference": comparison.variants[0].name,
-        "facts": facts(comparison),
+        "facts": facts(comparison, per_hour),
         "per_hour": per_hour,
         "requests": [{name: getattr(params, name) for name in FIELDS} for params in comparison.requests],
         "variants": [_entries(variant, per_hour) for variant in comparison.variants],
@@ -98,7 +99,7 @@ def to_html(comparison: Comparison, per_hour: float | None = None) -> str:
         [
             '<!doctype html><html lang="en"><head><meta charset="utf-8">',
             f"<title>{title}</title><style>{_STYLE}</style></head><body><h1>{title}</h1>",
-            *(f"<p>{escape(line)}</p>" for line in facts(comparison)),
+            *(f"<p>{escape(line)}</p>" for line in facts(comparison, per_hour)),
             '<div class="wide"><table class="numbers"><thead>',
             _row("th", map(escape, _headers(per_hour))),
             "</thead><tbody>",
@@ -121,8 +122,8 @@ def to_html(comparison: Comparison, per_hour: float | None = None) -> str:
 
 
 def _headers(per_hour: float | None) -> list[str]:
-    headers = ["variant", "precision", "steps", "PSNR dB, median", "worst", "1 - MS-SSIM, median", "worst", "s/image",
-               "images/s", "load s", "first image s", "memory MiB"]  # fmt: skip
+    headers = ["variant", "precision", "steps", "PSNR dB, median", "PSNR dB, worst", "1 - MS-SSIM, median",
+               "1 - MS-SSIM, worst", "s/image", "images/s", "load s", "first image s", "memory MiB"]  # fmt: skip
     return headers if per_hour is None else [*headers, "cost of 1,000"]
 
 

@@ -11,6 +11,7 @@ from threading import Timer
 from typing import Annotated, Any, TypeVar
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
@@ -25,6 +26,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TransferSpeedColumn,
 )
+from rich.table import Column, Table
 from rich.text import Text
 
 from engine_builder.files import make_folder, write_file
@@ -45,6 +47,14 @@ _LINE_SECONDS = 10.0  # between two lines of progress without a terminal
 StoreOption = Annotated[
     str,
     typer.Option("--store", envvar="PREHEAT_STORE", help="Folder, file:// or s3:// URL that holds blobs and releases."),
+]
+ServedStoreOption = Annotated[
+    str | None,
+    typer.Option(
+        "--store",
+        envvar="PREHEAT_STORE",
+        help="Folder, file:// or s3:// URL that holds blobs and releases; default: the config's, or .preheat/store.",
+    ),
 ]
 CacheOption = Annotated[
     Path | None, typer.Option(envvar="PREHEAT_CACHE_DIR", help="Cache folder of blobs fetched from s3://.")
@@ -170,6 +180,19 @@ def open_cli_store(store: str, cache_dir: Path | None = None, must_exist: bool =
     )
 
 
+def open_served_store(store: str | None, config: Path, cache_dir: Path | None = None) -> WritableStore:
+    """Open the store of a server on this machine: the given one, else the config's, else the default.
+
+    The placeholder of a shipped config counts as none. Raises ConfigError and StoreError.
+    """
+    from engine_builder.truss_config import PLACEHOLDER_STORES, read_preheat_settings, read_truss_config
+
+    own = read_preheat_settings(read_truss_config(config)).store
+    if own.rstrip("/") in PLACEHOLDER_STORES:
+        own = ""
+    return open_cli_store(store or own or DEFAULT_STORE, cache_dir, must_exist=True)
+
+
 def parse_size(size: str, option: str = "--size") -> tuple[int, int]:
     """Parse "1024x768" into (width, height) in pixels. Raises typer.BadParameter."""
     width, _, height = size.partition("x")
@@ -202,6 +225,15 @@ def parse_bucket(text: str, option: str = "--size") -> tuple[int, int, int]:
 def is_number(text: str) -> bool:
     """True for a whole number of at most nine ASCII digits. str.isdigit also accepts "²", which int() does not."""
     return re.fullmatch("[0-9]{1,9}", text) is not None
+
+
+def number_table(label: str, *headers: str) -> Table:
+    """Return a table of a label and numbers that fits into 80 columns: the words of a header are below each other.
+
+    If it is still too wide, labels are wrapped, and numbers are never cut off.
+    """
+    columns = (Column(header.replace(" ", "\n"), justify="right", no_wrap=True, overflow="fold") for header in headers)
+    return Table(Column(label, overflow="fold"), *columns, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
 
 
 def say(markup: str) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from pydantic import ValidationError
 
 from engine_builder.error_text import cause_of
@@ -51,7 +51,9 @@ def read_request(path: Path) -> tuple[Fields, list[str]]:
     texts = _texts(path)
     try:
         if KEYWORD in texts:
-            return json.loads(texts[KEYWORD])["request"], []
+            own = json.loads(texts[KEYWORD])
+            note = f"The release is {own['release']}. On a server of several releases add it to the request as `model`."
+            return own["request"], [note]
         if "parameters" in texts:
             fields, notes = _from_a1111(texts["parameters"])
         elif "prompt" in texts:
@@ -71,6 +73,10 @@ def _texts(path: Path) -> dict[str, str]:
                 texts = {str(key): value for key, value in image.info.items() if isinstance(value, str)}
                 comment = image.getexif().get_ifd(_EXIF_IFD).get(_USER_COMMENT, b"")
                 own = read_text(image)
+    except UnidentifiedImageError as error:
+        raise BadImageText(f"{path} is not a PNG, JPEG or WebP file.") from error
+    except FileNotFoundError as error:
+        raise BadImageText(f"{path} does not exist.", "Check the path.") from error
     except Exception as error:  # Pillow raises many types for a damaged file
         raise BadImageText(f"{path} cannot be read as an image ({cause_of(error)[:200]}).") from error
     if isinstance(comment, bytes) and comment.startswith(b"UNICODE\0"):

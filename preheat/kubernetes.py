@@ -16,8 +16,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 
 from engine_builder.files import read_file
-from engine_builder.releases.deployment import PLACEHOLDER_STORES
-from engine_builder.truss_config import read_preheat_settings, read_truss_config
+from engine_builder.truss_config import PLACEHOLDER_STORES, read_preheat_settings, read_truss_config
 from gateway.endpoint import READY_PATH
 from model.errors import PreheatError
 from model.settings import Settings

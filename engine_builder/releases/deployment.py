@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 from engine_builder.releases.mounts import Mount, files_of, find_mount
 from engine_builder.releases.runnable_targets import find_pinned_version, list_runnable_targets
-from engine_builder.truss_config import read_preheat_settings, read_truss_config
+from engine_builder.stores.store import check_local_folder
+from engine_builder.truss_config import PLACEHOLDER_STORES, read_preheat_settings, read_truss_config
 from model.deployment import Deployment, ServedAdapters, fits_pattern, resolve_releases
 from model.engines.tensorrt.libraries import LIBRARIES
 from model.errors import AdapterError, ConfigError, PreheatError, StoreError, UntrustedRelease
@@ -29,7 +30,6 @@ from model.store.manifest import Manifest
 from model.store.signature import check_signature
 from model.store.store import Store, local_store_folder, open_store
 
-PLACEHOLDER_STORES = ("s3://preheat-releases", "s3://bucket/prefix")
 _SECRETS = ("aws_access_key_id", "aws_secret_access_key")
 _Result = TypeVar("_Result")
 
@@ -126,8 +126,8 @@ def _check_selections(
             described += _describe(selection, served, settings)
     if selections:
         check.attempt(lambda: check_alike(selections))
-    if len(selections) > 1 and not check.refusals:
-        described += _describe_slots(selections, config, settings)
+    if selections and not check.refusals:
+        described += _describe_memory(selections, config, settings)
     if mount is not None:
         check.attempt(lambda: _check_mount(mount, [*files]))
     if not check.refusals:
@@ -170,6 +170,7 @@ def _read_releases(settings: Settings, is_own_store: bool) -> list[Manifest]:
             f"The store {store} is a relative path, which a replica looks for in a folder of its own.",
             "Name s3://bucket/prefix, or file:// with the absolute path of a folder that is mounted in the replica.",
         )
+    check_local_folder(store)
     opened = _open_store(settings)
     return [opened.read_release(name) for name in resolve_releases(settings.release_patterns(), opened)]
 
@@ -345,8 +346,8 @@ def _small_batches(selection: Selection, settings: Settings) -> Iterator[str]:
             )
 
 
-def _describe_slots(selections: Sequence[Selection], config: Any, settings: Settings) -> list[str]:
-    """Describe the memory of the releases, as a load estimates it."""
+def _describe_memory(selections: Sequence[Selection], config: Any, settings: Settings) -> list[str]:
+    """Describe the memory of the releases and their slots, as a load estimates it."""
     import torch  # here, because other checks do not need it
 
     from model.loading.memory import common_weights, further_bytes, needed_bytes
@@ -354,13 +355,16 @@ def _describe_slots(selections: Sequence[Selection], config: Any, settings: Sett
     accelerator = config.resources.accelerator.accelerator
     device = torch.device("cuda" if accelerator else "cpu")
     first = needed_bytes(device, selections[0])
+    note = "(an estimate, without the memory of running steps, decoding and adapters)"
+    if len(selections) == 1:
+        return [f"memory   {first / 2**20:.0f} MiB {note}"]
     further = further_bytes(device, selections[0], common_weights(selections, bool(settings.loras)))
     slots = min(settings.weight_slots or len(selections), len(selections))
     sizes = [first, further, first + (slots - 1) * further]
     of_first, of_further, of_all = (f"{size / 2**20:.0f} MiB" for size in sizes)
     return [
-        f"slots    {of_first} for the first release, {of_further} for each further one, {of_all} for {slots} of "
-        f"{len(selections)} at once (estimates, without the memory of running steps and of adapters)"
+        f"memory   {of_first} for the first release, {of_further} for each further one, {of_all} for {slots} of "
+        f"{len(selections)} at once {note}"
     ]
 
 

@@ -133,7 +133,8 @@ def parse_form(fields: Mapping[str, str]) -> dict[str, Any]:
 def _call(kind: str, given: Mapping[str, Any], files: Files, alpha_is_mask: bool = False) -> ImageCall:
     for name in given:
         if name not in _PARAMETERS and name not in _UNSUPPORTED:
-            raise ApiError(400, f"Unknown parameter: {format_value(name)}.", name[:64], "unknown_parameter")
+            hint = " `POST /v1/models/model:predict` takes it." if name in GenerationRequest.model_fields else ""
+            raise ApiError(400, f"Unknown parameter: {format_value(name)}.{hint}", name[:64], "unknown_parameter")
     values = {name: value for name, value in given.items() if value is not None}
     for name in _UNSUPPORTED:
         if name in values:

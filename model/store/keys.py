@@ -56,7 +56,7 @@ def is_release_name(name: str) -> bool:
 
 def release_not_found(name: str, url: str, names: list[str] | None) -> ReleaseNotFound:
     """Return the error for a missing release. It lists the available `names`, unless they cannot be listed (None)."""
-    publish = f"`preheat publish {name} --store {url}`"
+    publish = f"`preheat publish {name.removesuffix('/*')} --store {url}`"
     if names is None:
         return ReleaseNotFound(f"Release {name} was not found in {url}.", f"Check the name, or run {publish}.")
     if not names:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import ValidationError
-from rich.table import Table
 from typer.core import TyperGroup
 
 from benchmarks.gpu_use import GpuUse, gpu_ids
@@ -28,12 +27,15 @@ from preheat.console import (
     CacheOption,
     ConfigOption,
     ReleaseArgument,
+    ServedStoreOption,
     SizeOption,
     StepsOption,
     StoreOption,
     activity,
     console,
+    number_table,
     open_cli_store,
+    open_served_store,
     parse_bucket,
     parse_size,
     plain,
@@ -266,7 +268,7 @@ def releases(
     release: Annotated[
         list[str], typer.Argument(help="Three releases, MODEL/VERSION, for two slots.", metavar="RELEASE...")
     ],
-    store: StoreOption = DEFAULT_STORE,
+    store: ServedStoreOption = None,
     config: ConfigOption = DEMO_CONFIG,
     prompt: str = DEFAULT_PROMPT,
     size: SizeOption = None,
@@ -283,7 +285,7 @@ def releases(
     check_rows_file(out)
     if len(set(release)) != 3:
         raise typer.BadParameter("give three different releases", param_hint="RELEASE...")
-    opened = open_cli_store(store)
+    opened = open_served_store(store, config)
     manifest = opened.read_release(release[0])
     precision = unet_precision(manifest).io
     width, height = parse_size(size) if size else (manifest.settings.native_width, manifest.settings.native_height)
@@ -346,7 +348,8 @@ def _lay_out(config: Path, buckets: list[tuple[int, int, int]], work: Path) -> "
 
 def _print_table(rows: list[Row], parts: str, unit: str) -> None:
     """Print a table of the rows, and the device, versions and request that they share."""
-    table = Table("case", f"p50 {unit}", f"p90 {unit}", f"p99 {unit}", "runs", f"{parts} (median {unit})")
+    table = number_table("case", f"p50 {unit}", f"p90 {unit}", f"p99 {unit}", "runs")
+    table.add_column(f"{parts} (median {unit})", overflow="fold")
     for row in rows:
         medians: Mapping[str, float] = getattr(row, parts)
         shown = ", ".join(f"{name} {value:g}" for name, value in medians.items())

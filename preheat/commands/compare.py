@@ -63,7 +63,7 @@ def compare(
         bool, typer.Option("--compiled", help="Also measure diffusers under torch.compile, which takes minutes.")
     ] = False,
     steps: Annotated[int, typer.Option(min=1, max=MAX_STEPS, help="Denoising steps of requests that state none.")] = 20,
-    runs: Annotated[int, typer.Option(min=1, help="Number of counted runs of the first request.")] = 3,
+    runs: Annotated[int, typer.Option(min=1, help="Number of counted runs of the first request.")] = 8,
     per_hour: Annotated[
         float | None,
         typer.Option(min=0, max=1e6, help="Price of this machine per hour, for the cost of 1,000 images."),
@@ -110,7 +110,7 @@ def compare(
     console.print(compare_report.describe(comparison, per_hour))
     for variant, reason in comparison.unavailable.items():
         say(f"Not measured: {plain(variant)}. {plain(reason)}")
-    for line in compare_report.facts(comparison):
+    for line in compare_report.facts(comparison, per_hour):
         say(plain(line))
     contents = (
         compare_report.to_html(comparison, per_hour).encode(),

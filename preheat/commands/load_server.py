@@ -10,7 +10,6 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 from pydantic import ValidationError
-from rich.table import Column, Table
 
 from benchmarks.gpu_use import GpuUse, gpu_ids
 from benchmarks.rows import check_rows_file, finish, percentile
@@ -21,19 +20,19 @@ from model.errors import PreheatError
 from model.request_fields import GenerationRequest
 from preheat.console import (
     DEFAULT_PROMPT,
-    DEFAULT_STORE,
     DEMO_CONFIG,
     ROOT,
     SERVERS,
     CacheOption,
     ConfigOption,
     ReleaseArgument,
+    ServedStoreOption,
     SizeOption,
     StepsOption,
-    StoreOption,
     activity,
     console,
-    open_cli_store,
+    number_table,
+    open_served_store,
     parse_size,
     plain,
     print_warning,
@@ -48,7 +47,7 @@ Number = TypeVar("Number", int, float)
 
 def load(
     release: ReleaseArgument,
-    store: StoreOption = DEFAULT_STORE,
+    store: ServedStoreOption = None,
     config: ConfigOption = DEMO_CONFIG,
     url: Annotated[str | None, typer.Option(help="A running server of that release; default: a new one.")] = None,
     size: SizeOption = None,
@@ -84,7 +83,7 @@ def load(
     if plot_file is not None:
         check_writable(plot_file)
     given_size = parse_size(size) if size else None
-    opened_store = open_cli_store(store, cache_dir)
+    opened_store = open_served_store(store, config, cache_dir)
     manifest = opened_store.read_release(release)
     width, height = given_size or (manifest.settings.native_width, manifest.settings.native_height)
     base: dict[str, Any] = {"prompt": DEFAULT_PROMPT, "width": width, "height": height, "num_inference_steps": steps}
@@ -137,7 +136,10 @@ class _Loads:
         """Return the outcome of each load. Raises PreheatError if no request returns an image."""
         warm_up = asyncio.run(closed_loop(url, self.request_of, 2, 2))
         if not warm_up.latencies:
-            raise PreheatError(f"The server generated no image: {warm_up.first_error.rstrip('.')}.")
+            raise PreheatError(
+                f"{url} generated no image: {warm_up.first_error.rstrip('.')}.",
+                "Check that the server runs there, and send it the request with `preheat generate`.",
+            )
         outcomes = []
         for count in self.counts:
             load = closed_loop(url, self.request_of, count, self.seconds)
@@ -174,7 +176,7 @@ def _read_requests(path: Path, base: dict[str, Any]) -> list[dict[str, Any]]:
 def _print_outcomes(outcomes: Sequence[Outcome]) -> None:
     """Print a table, and why requests failed."""
     columns = ("images/s", "p50 s", "p90 s", "p99 s", "200", "429", "other", "GPU idle", "GPU memory")
-    table = Table(Column("load", no_wrap=True), *columns[: None if outcomes[0].gpu else -2])
+    table = number_table("load", *columns[: None if outcomes[0].gpu else -2])
     for outcome in outcomes:
         times = outcome.latencies
         percentiles = [f"{percentile(times, share):.2f}" if times else "" for share in (0.5, 0.9, 0.99)]

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from benchmarks.rows import read_rows
 from benchmarks.server_load import two_panels
@@ -16,7 +15,7 @@ from engine_builder.files import check_writable, write_file
 from model.denoising.forecast import evaluation_count
 from model.errors import PreheatError
 from model.validation import Forecast
-from preheat.console import console, plain, tracked
+from preheat.console import console, number_table, plain, tracked
 from preheat.replicas.simulation import Autoscaling, Result, Server, candidates, recommend, simulate
 from preheat.replicas.traffic import Traffic, read_traffic
 
@@ -93,13 +92,14 @@ def plan_replicas(
     simulated = ((setting, simulate(requests, server, setting)) for setting in settings)
     results = list(tracked(simulated, len(settings), "Simulating settings"))
     best = recommend(results, p99)
-    price = [] if per_hour is None else ["1,000 images"]
-    table = Table(
-        "min", "utilization", "delay s", "p50 s", "p99 s", "refused", "GPU-hours", *price, "most replicas", ""
+    price = [] if per_hour is None else ["1,000 images cost"]
+    table = number_table(
+        "", "min replica", "utilization", "delay s", "p50 s", "p99 s", "refused", "GPU hours", *price, "most replicas"
     )
     for setting, result in sorted(results, key=lambda pair: pair[1].gpu_hours):
         images = max(1, len(result.latencies))
         table.add_row(
+            "recommended" if best is not None and result is best[1] else "",
             str(setting.min_replica),
             f"{setting.target_utilization_percentage:g} %",
             f"{setting.scale_down_delay:g}",
@@ -109,7 +109,6 @@ def plan_replicas(
             f"{result.gpu_hours:.1f}",
             *([] if per_hour is None else [f"{1000 * per_hour * result.gpu_hours / images:.2f}"]),
             str(max(count for _, count in result.replicas)),
-            "recommended" if best is not None and result is best[1] else "",
         )
     console.print(table)
     if best is None:

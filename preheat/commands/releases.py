@@ -66,7 +66,7 @@ def publish(
     """
     if without_fp8 and (accept or thresholds):
         raise typer.BadParameter("contradicts --accept and --thresholds", param_hint="--without-fp8")
-    run_publish(open_cli_store(store), name, sign, thresholds, accept, without_fp8)
+    run_publish(open_cli_store(store, must_exist=True), name, sign, thresholds, accept, without_fp8)
 
 
 def run_publish(
@@ -136,7 +136,8 @@ def releases(
         adapters = _read_each(opened_store.read_adapter, adapter_names)
     for manifest in manifests:
         size = f"{len(manifest.components)} components, {_size(manifest)}"
-        facts = f"{printable(manifest.created[:10])}, {_precisions(manifest)}, {size}, {_signer(manifest)}"
+        created = f"{printable(manifest.created[:10])} {printable(manifest.created[11:16])} UTC"
+        facts = f"{created}, {_precisions(manifest)}, {size}, {_signer(manifest)}"
         lines = [facts, *manifest.targets]
         if manifest.validation is not None:
             lines.append("validated" if not manifest.validation.accepted else "published with violated limits")

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from engine_builder.truss_config import read_preheat_settings, read_truss_config
 from gateway.endpoint import LOOPBACK, parse_endpoint
 from model.deployment import resolve_releases
 from model.errors import PreheatError
@@ -22,10 +23,11 @@ from preheat.console import (
     SERVERS,
     CacheOption,
     ConfigOption,
-    StoreOption,
+    ServedStoreOption,
     activity,
     console,
     open_cli_store,
+    open_served_store,
     plain,
     print_warning,
 )
@@ -36,9 +38,12 @@ from preheat.local_server.client import generate as call
 
 def serve(
     releases: Annotated[
-        list[str], typer.Argument(envvar="PREHEAT_RELEASE", help="MODEL/VERSION; MODEL/* stands for all versions.")
-    ],
-    store: StoreOption = DEFAULT_STORE,
+        list[str] | None,
+        typer.Argument(
+            envvar="PREHEAT_RELEASE", help="MODEL/VERSION; MODEL/* stands for all versions. Default: the config's."
+        ),
+    ] = None,
+    store: ServedStoreOption = None,
     config: ConfigOption = DEMO_CONFIG,
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0: every address of this machine.")
@@ -59,8 +64,10 @@ def serve(
     ends it, and a third one kills the server.
     """
     read_settings({"loras": lora or []}, variables=())  # a wrong name is refused before the server's files are laid out
-    opened_store = open_cli_store(store, cache_dir)
-    names = resolve_releases(releases, opened_store)
+    opened_store = open_served_store(store, config, cache_dir)
+    names = resolve_releases(
+        releases or read_preheat_settings(read_truss_config(config)).release_patterns(), opened_store
+    )
     for name in names:
         opened_store.read_release(name)
     listed = ", ".join(names)

@@ -214,6 +214,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": "file"}, "response_format", "invalid_value"),
     ({"style": "vivid"}, "style", "unsupported_parameter"),
     ({"colour": "red"}, "colour", "unknown_parameter"),
+    ({"crop": [0, 0]}, "crop", "unknown_parameter"),
+    ({"clip_skip": 99}, "clip_skip", "invalid_value"),
     ({"seed": -2}, "seed", "invalid_value"),
     ({"user": 1}, "user", "invalid_type"),
     ({"loras": [dict.fromkeys(map(str, range(1000)), 1)]}, "loras.0", "invalid_value"),
@@ -230,6 +232,7 @@ def test_refuses_in_the_shape_of_openai(url: str) -> None:
         error = answer.json()["error"]
         assert error.keys() == {"message", "type", "param", "code"} and answer.json().keys() == {"error"}
         assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, code)
+        assert ("model:predict` takes it" in error["message"]) == ("crop" in values)
         assert len(error["message"]) > 10
     assert images_api.generation({"prompt": PROMPT, "seed": -1}).native["seed"] == -1
 

@@ -76,7 +76,7 @@ def test_notes_what_is_not_served(tmp_path: Path) -> None:
 def test_command_prints_json_alone(tmp_path: Path) -> None:
     own = {"release": "x/1", "request": {"prompt": "a cat", "seed": 1}}
     result = CliRunner().invoke(app, ["request", str(png(tmp_path / "x.png", preheat=json.dumps(own)))])
-    assert json.loads(result.stdout) == own["request"]
+    assert json.loads(result.stdout) == own["request"] and "The release is x/1" in result.stderr
     result = CliRunner().invoke(app, ["request", str(png(tmp_path / "x.png", parameters=A1111))])
     assert json.loads(result.stdout) == EXPECTED and "Clip skip 2" in result.stderr
 
@@ -91,6 +91,16 @@ def test_command_prints_json_alone(tmp_path: Path) -> None:
 def test_refuses_other_texts(texts: dict[str, str], words: str, tmp_path: Path) -> None:
     with pytest.raises(BadImageText, match=words):
         read_request(png(tmp_path / "x.png", **texts))
+
+
+def test_refuses_what_is_no_image(tmp_path: Path) -> None:
+    (tmp_path / "x.png").write_text("text")
+    for name, words in (
+        ("none.png", r"none\.png does not exist\. Check the path"),
+        ("x.png", "is not a PNG, JPEG or WebP"),
+    ):
+        with pytest.raises(BadImageText, match=words):
+            read_request(tmp_path / name)
 
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:

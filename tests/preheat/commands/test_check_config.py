@@ -106,6 +106,7 @@ def test_accepts_the_demo_and_lists_what_it_serves(store: WritableStore, release
     assert code == 0 and "refused" not in output
     assert f"release {release}, not signed" in output and "target cpu-x86_64" in output
     assert "sides from 64 to 1024 pixels in steps of 32" in output and "MiB at a cold start" in output
+    assert re.search(r"memory\s+[1-9]\d* MiB \(an estimate", output)
     assert "warning The config has no public_key" in output
 
 
@@ -190,7 +191,7 @@ def test_checks_several_releases(gpu_store: WritableStore, release: str, tmp_pat
     assert code == 0, output
     assert f"release {release}, not signed" in output and "release tiny-sdxl/signed, signed by" in output
     first, rest, all_slots = (int(size) for size in re.findall(r"(\d+) MiB (?=for)", output))
-    assert "slots" in output and "for 2 of 2 at once" in output
+    assert "memory" in output and "for 2 of 2 at once" in output
     assert 0 <= rest < first and all_slots == pytest.approx(first + rest, abs=1), "they share all weights"
     code, output = check_releases(release, "tiny-sdxl/signed", weight_slots=1)
     assert f"{first} MiB for 1 of 2 at once" in output
@@ -241,6 +242,7 @@ def test_ignores_settings_of_this_machine(
 
 def test_refuses_a_relative_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "store").mkdir()
     for path, in_config in (("store", True), ("./store", False), ("~/store", True)):
         variables = {} if in_config else {"PREHEAT_STORE": path}
         config = edited(tmp_path, store=path if in_config else "", release="a/1", environment_variables=variables)
@@ -421,7 +423,7 @@ REFUSALS: dict[str, tuple[Changes, str]] = {
     "unpublished, in a variable": (
         {"environment_variables": {"PREHEAT_RELEASE": "tiny-sdxl/never"}}, r"Release tiny-sdxl/never was not found"
     ),
-    "missing folder": ({"store": "file:///nowhere/at/all"}, r"was not found in file:///nowhere/at/all"),
+    "missing folder": ({"store": "file:///nowhere/at/all"}, r"/nowhere/at/all is not a store: No such file"),
     "unreachable": (UNREACHABLE, r"s3://somewhere/models"),
     "missing secrets": (
         UNREACHABLE | {"secrets": {}}, r"does not declare aws_access_key_id and aws_secret_access_key under secrets"

@@ -137,7 +137,8 @@ NEW_FOLDER = [
     *(["triton-client", "x", "--out=new/x.png"], ["check-fp8", "x", "--out=new/x", "--count=1"]),
     ["gateway", "--history=new/x.db", "--port=21999"],
 ]
-READING = [["releases"], ["verify"], ["verify", "toy/1"], ["gc", "--delete"], ["copy", "toy/1", "--store=other"]]
+READING = [["releases"], ["verify"], ["verify", "toy/1"], ["gc", "--delete"], ["copy", "toy/1", "--store=other"],
+           ["serve", "toy/1"], ["load", "toy/1"], ["publish", "toy"]]  # fmt: skip
 
 
 def refused_commands(sandbox: Path, url: str) -> Iterator[tuple[Invocation, str]]:
@@ -167,7 +168,10 @@ def refused_commands(sandbox: Path, url: str) -> Iterator[tuple[Invocation, str]
         yield Invocation(["generate", f"--out=file/{name}.png", "x"]), f"file/{shown}.png cannot be written"
     (work / "store").mkdir()
     yield Invocation(["verify"]), "has no release and no adapter. Check --store"
-    yield Invocation(["serve", "toy/1", "--store=empty"]), "Release toy/1 was not found"
+    yield Invocation(["serve", "toy/1", "--store=store"]), "Release toy/1 was not found"
+    own = f"{{store: {work / 'store'}, releases: [own/*]}}"
+    (work / "own.yaml").write_text(f"model_metadata: {{preheat: {own}}}")
+    yield Invocation(["serve", "--config=own.yaml"]), f"Release own/* was not found in {(work / 'store').as_uri()}"
     yield Invocation(["plan-replicas", *RATE, "constant:1e9"]), "more than 10,000,000 requests"
 
 
