@@ -94,12 +94,12 @@ def plan_replicas(
     best = recommend(results, p99)
     price = [] if per_hour is None else ["1,000 images cost"]
     table = number_table(
-        "", "min replica", "utilization", "delay s", "p50 s", "p99 s", "refused", "GPU hours", *price, "most replicas"
+        "", "min replica", "target", "delay s", "p50 s", "p99 s", "refused", "GPU hours", *price, "most replicas"
     )
     for setting, result in sorted(results, key=lambda pair: pair[1].gpu_hours):
         images = max(1, len(result.latencies))
         table.add_row(
-            "recommended" if best is not None and result is best[1] else "",
+            "best" if best is not None and result is best[1] else "",
             str(setting.min_replica),
             f"{setting.target_utilization_percentage:g} %",
             f"{setting.scale_down_delay:g}",

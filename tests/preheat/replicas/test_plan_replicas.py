@@ -73,7 +73,7 @@ def test_prints_what_images_cost() -> None:
         "--max-replica", "1", "--per-hour", "3.6",
     )  # fmt: skip
     assert ran.exit_code == 0 and "1,000" in ran.output and "…" not in ran.output
-    rows = [line.replace("recommended", "").split() for line in ran.output.splitlines() if line.count("%") == 2]
+    rows = [line.replace("best", "").split() for line in ran.output.splitlines() if line.count("%") == 2]
     costs = {float(cells[-2]) for cells in rows}
     assert costs and all(cost == pytest.approx(4, rel=0.2) for cost in costs)
     assert "1,000" not in plan("constant:1", "--curve", "1:0.1", "--cold-start", "1", "--p99", "30").output
