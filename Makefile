@@ -31,6 +31,7 @@ setup: $(READY)
 # and in the image. Its pin of numpy below 2 is left out, as in config.yaml. The configs pin the other versions, except
 # torch's, which is the variable TORCH.
 $(READY): pyproject.toml truss/configs/cpu-demo.yaml
+	@echo "Installing into .venv, which takes minutes"
 	$(PYTHON) -m venv .venv
 	sed -n -e '/- torch==/d' -e 's/^  - \([a-z0-9-]*==[0-9.]*\)$$/\1/p' truss/configs/cpu-demo.yaml > .venv/pins.txt
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==$(TORCH)

@@ -204,11 +204,12 @@ def save_images(response: dict[str, Any], out: Path) -> list[Path]:
 
 
 def decode_images(response: dict[str, Any]) -> list[bytes]:
-    """Return the files of the response's images. Raises CallFailed."""
-    entries = response.get("images") or [{"data": response.get("data")}]
-    if not isinstance(entries, list):
+    """Return the files of the images in a response, of a server or of OpenAI's API. Raises CallFailed."""
+    data = response.get("data")
+    entries = response.get("images") or (data if isinstance(data, list) else [{"data": data}])
+    if not isinstance(entries, list) or not entries:
         raise CallFailed(f"The server returned no image: {_error_text(response)}")
-    values = [entry.get("data") if isinstance(entry, dict) else None for entry in entries]
+    values = [entry.get("data", entry.get("b64_json")) if isinstance(entry, dict) else None for entry in entries]
     encoded = [value for value in values if isinstance(value, str)]
     if len(encoded) < len(entries):
         raise CallFailed(f"The server returned no image: {_error_text(response)}")

@@ -121,6 +121,13 @@ def test_generate_reports_an_invalid_stream() -> None:
                 generate(f"http://127.0.0.1:{server.port}", {"prompt": "x"}, timeout=60, progress=lambda event: None)
 
 
+def test_save_predicted_reads_answers_of_openais_api(tmp_path: Path) -> None:
+    png = b"\x89PNG\r\n\x1a\n"
+    answer = {"created": 1, "data": [{"b64_json": base64.b64encode(png).decode()}] * 2}
+    paths = save_predicted(io.BytesIO(json.dumps(answer).encode()), tmp_path / "out.png")
+    assert [path.name for path in paths] == ["out-1.png", "out-2.png"] and paths[1].read_bytes() == png
+
+
 def test_save_predicted_refuses_output_without_an_image(tmp_path: Path) -> None:
     for output, message in {
         "": "no response to save",
@@ -130,6 +137,7 @@ def test_save_predicted_refuses_output_without_an_image(tmp_path: Path) -> None:
         '{"data": "é"}': "not base64",
         f'{{"data": "{SHELL_SCRIPT_BASE64}"}}': "not a PNG, JPEG or WebP",
         '{"data": null}': "returned no image",
+        '{"data": []}': "returned no image",
         '{"data":' + "[" * 200_000: "not JSON",
         '[[1, "{"]]': "cut off or not JSON",  # the response is read from the first brace on
         '{"images": 3}': "returned no image",
