@@ -131,7 +131,7 @@ def _resolve(
         plain = request.model_copy(update={"use_refiner": False, "forecast": "off", "output_format": "png"})
         params = resolve(plain, loaded.served)
         if isinstance(reference, Checkpoint):
-            check_peer(reference, params)
+            check_peer(params)
         return params
     except RequestRefused as error:
         message = str(error).removeprefix(f"{error.field}: ")

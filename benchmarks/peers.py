@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -69,12 +70,12 @@ def find_peer(model: str, params: GenerationParams) -> Checkpoint:
     Raises CheckpointError, and RequestRefused for a request for which diffusers would generate different images.
     """
     folder, _ = find_checkpoints(model, None)
-    check_peer(folder, params)
+    check_peer(params)
     return folder
 
 
-def check_peer(folder: Checkpoint, params: GenerationParams) -> None:
-    """Raise RequestRefused for a request for which diffusers would generate different images, and CheckpointError."""
+def check_peer(params: GenerationParams) -> None:
+    """Raise RequestRefused for a request for which diffusers would generate different images."""
     if params.use_refiner:
         raise RequestRefused("use_refiner", "a peer has no refiner: omit --refiner or --peer.")
     for field, plain in _PLAIN.items():
@@ -117,11 +118,11 @@ def diffusers_pipeline(folder: Checkpoint, precision: str, compiled: bool) -> An
     return pipeline
 
 
-def _use_sampler(pipeline: Any, folder: Checkpoint, sampler: str) -> None:
-    """Give a pipeline the scheduler and the noise of a seed that a release of the folder has."""
+@cache
+def _scheduler(folder: Checkpoint, sampler: str) -> Any:
+    """Return the scheduler of diffusers that a release of the folder has for a sampler."""
     config = read_scheduler(folder)
-    pipeline.scheduler = diffusers_scheduler(config.config, config.schedule, sampler)
-    _draw_in_fp32(pipeline)
+    return diffusers_scheduler(config.config, config.schedule, sampler)
 
 
 def _draw_in_fp32(pipeline: Any) -> None:
@@ -155,7 +156,8 @@ def _pipeline_class(folder: Checkpoint) -> Any:
 
 def generate_by_diffusers(pipeline: Any, folder: Checkpoint, params: GenerationParams) -> list[Pixels]:
     """Return the images of this request, after encoding them as for a response. `folder`: of the pipeline."""
-    _use_sampler(pipeline, folder, params.scheduler)
+    pipeline.scheduler = _scheduler(folder, params.scheduler)
+    _draw_in_fp32(pipeline)
     images = pipeline(
         prompt=params.prompt,
         negative_prompt=params.negative_prompt,

@@ -3,7 +3,7 @@
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,7 @@ from rich.text import Text
 from engine_builder.files import make_folder, write_file
 from engine_builder.stores.store import WritableStore, check_local_folder, open_writable_store
 from model.pipeline.spec import UNET
-from model.settings import STORE_SETTINGS, read_settings
+from model.settings import STORE_SETTINGS, Settings, read_settings
 from model.store.manifest import Manifest
 from model.store.options import expand_cache_folder
 from model.store.precision import Precision
@@ -175,22 +175,35 @@ def open_cli_store(store: str, cache_dir: Path | None = None, must_exist: bool =
         check_local_folder(store)
     if cache_dir is not None:
         os.environ["PREHEAT_CACHE_DIR"] = str(expand_cache_folder(str(cache_dir)).absolute())
-    return open_writable_store(
-        store, replace(read_settings(variables=STORE_SETTINGS).store_options(), report=meter.advance)
-    )
+    return _open_store(store, read_settings(variables=STORE_SETTINGS))
 
 
 def open_served_store(store: str | None, config: Path, cache_dir: Path | None = None) -> WritableStore:
     """Open the store of a server on this machine: the given one, else the config's, else the default.
 
-    The placeholder of a shipped config counts as none. Raises ConfigError and StoreError.
+    Its endpoint, region and profile are those of the environment, else of the config. The placeholder of a shipped
+    config counts as no store. Raises ConfigError, and StoreError, also for a local store whose folder is missing.
     """
-    from engine_builder.truss_config import PLACEHOLDER_STORES, read_preheat_settings, read_truss_config
+    if cache_dir is not None:
+        os.environ["PREHEAT_CACHE_DIR"] = str(expand_cache_folder(str(cache_dir)).absolute())
+    from engine_builder.truss_config import PLACEHOLDER_STORES  # imports yaml
 
-    own = read_preheat_settings(read_truss_config(config)).store
-    if own.rstrip("/") in PLACEHOLDER_STORES:
-        own = ""
-    return open_cli_store(store or own or DEFAULT_STORE, cache_dir, must_exist=True)
+    settings = read_served_settings(config)
+    own = "" if settings.store.rstrip("/") in PLACEHOLDER_STORES else settings.store
+    chosen = store or own or DEFAULT_STORE
+    check_local_folder(chosen)
+    return _open_store(chosen, settings)
+
+
+def read_served_settings(config: Path) -> Settings:
+    """Return the settings of a server on this machine: of the environment, else of the config. Raises ConfigError."""
+    from engine_builder.truss_config import read_preheat_settings, read_truss_config  # imports yaml
+
+    return read_preheat_settings(read_truss_config(config), os.environ)
+
+
+def _open_store(store: str, settings: Settings) -> WritableStore:
+    return open_writable_store(store, replace(settings.store_options(), report=meter.advance))
 
 
 def parse_size(size: str, option: str = "--size") -> tuple[int, int]:
@@ -227,13 +240,20 @@ def is_number(text: str) -> bool:
     return re.fullmatch("[0-9]{1,9}", text) is not None
 
 
-def number_table(label: str, *headers: str) -> Table:
-    """Return a table of a label and numbers that fits into 80 columns: the words of a header are below each other.
+def print_numbers(label: str, headers: Sequence[str], rows: Sequence[Sequence[str]], text: str | None = None) -> None:
+    """Print a table of labels, numbers and, with the header `text`, a text: one of each row's cells for each.
 
-    If it is still too wide, labels are wrapped, and numbers are never cut off.
+    The words of a header are below each other, so that 80 columns suffice. No number is wrapped or cut off.
     """
-    columns = (Column(header.replace(" ", "\n"), justify="right", no_wrap=True, overflow="fold") for header in headers)
-    return Table(Column(label, overflow="fold"), *columns, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(Column(label, overflow="fold"), box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for number, header in enumerate(headers, start=1):
+        cells = [*header.split(), *(row[number] for row in rows)]
+        table.add_column(header.replace(" ", "\n"), justify="right", min_width=max(map(len, cells)))
+    if text is not None:
+        table.add_column(text, overflow="fold")
+    for row in rows:
+        table.add_row(*map(plain, row))
+    console.print(table, crop=False)
 
 
 def say(markup: str) -> None:

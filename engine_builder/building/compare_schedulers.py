@@ -48,7 +48,9 @@ def diffusers_scheduler(config: Mapping[str, Any], schedule: AnyNoiseSchedule, s
     # diffusers warns of each entry of another class.
     kind: Any = getattr(diffusers.schedulers, name)
     known = {*inspect.signature(kind.__init__).parameters, "_class_name"}
-    scheduler = kind.from_config({key: value for key, value in config.items() if key in known}, **options)
+    # The config may be of another sampler with Karras' spacing.
+    entries = {**config, "use_karras_sigmas": False, **options}
+    scheduler = kind.from_config({key: value for key, value in entries.items() if key in known})
     zero_snr = isinstance(schedule, NoiseSchedule) and schedule.rescale_betas_zero_snr
     if zero_snr and "rescale_betas_zero_snr" not in known:
         # diffusers' Heun ignores the setting. It gets the noise schedule of diffusers' Euler.

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 from engine_builder.releases.mounts import Mount, files_of, find_mount
 from engine_builder.releases.runnable_targets import find_pinned_version, list_runnable_targets
-from engine_builder.stores.store import check_local_folder
 from engine_builder.truss_config import PLACEHOLDER_STORES, read_preheat_settings, read_truss_config
 from model.deployment import Deployment, ServedAdapters, fits_pattern, resolve_releases
 from model.engines.tensorrt.libraries import LIBRARIES
@@ -170,7 +169,11 @@ def _read_releases(settings: Settings, is_own_store: bool) -> list[Manifest]:
             f"The store {store} is a relative path, which a replica looks for in a folder of its own.",
             "Name s3://bucket/prefix, or file:// with the absolute path of a folder that is mounted in the replica.",
         )
-    check_local_folder(store)
+    if folder is not None and not folder.is_dir():
+        raise InvalidConfig(
+            f"The store {store} is not a folder of this machine.",
+            "Set model_metadata.preheat.store in the config, or check against a copy of the store with --store.",
+        )
     opened = _open_store(settings)
     return [opened.read_release(name) for name in resolve_releases(settings.release_patterns(), opened)]
 
@@ -354,7 +357,7 @@ def _describe_memory(selections: Sequence[Selection], config: Any, settings: Set
 
     accelerator = config.resources.accelerator.accelerator
     device = torch.device("cuda" if accelerator else "cpu")
-    first = needed_bytes(device, selections[0])
+    first = needed_bytes(device, selections[0], Deployment.of(settings).ranks)
     note = "(an estimate, without the memory of running steps, decoding and adapters)"
     if len(selections) == 1:
         return [f"memory   {first / 2**20:.0f} MiB {note}"]

@@ -81,7 +81,7 @@ def check_local_folder(url: str | Path) -> None:
     if cause is not None:
         raise StoreError(
             f"{folder} is not a store: {cause}.",
-            "Check --store, --from and the variable PREHEAT_STORE. `preheat build` makes a store.",
+            "Check --store, --from, PREHEAT_STORE and `store` in the config. `preheat build` makes a store.",
         )
 
 

@@ -46,7 +46,7 @@ def find_release(names: Sequence[str], model: str | None) -> int:
     versions = [index for index, name in enumerate(names) if name.rpartition("/")[0] == model]
     if len(versions) == 1:
         return versions[0]
-    several = f", which {len(versions)} releases have" if versions else ""
+    several = f", which names {len(versions)} releases" if versions else ""
     raise RequestRefused("model", f"got {format_value(model)}{several}, expected one of {', '.join(names)}.")
 
 

@@ -33,12 +33,12 @@ from preheat.console import (
     StoreOption,
     activity,
     console,
-    number_table,
     open_cli_store,
     open_served_store,
     parse_bucket,
     parse_size,
     plain,
+    print_numbers,
     unet_precision,
 )
 
@@ -348,13 +348,13 @@ def _lay_out(config: Path, buckets: list[tuple[int, int, int]], work: Path) -> "
 
 def _print_table(rows: list[Row], parts: str, unit: str) -> None:
     """Print a table of the rows, and the device, versions and request that they share."""
-    table = number_table("case", f"p50 {unit}", f"p90 {unit}", f"p99 {unit}", "runs")
-    table.add_column(f"{parts} (median {unit})", overflow="fold")
+    cells = []
     for row in rows:
         medians: Mapping[str, float] = getattr(row, parts)
         shown = ", ".join(f"{name} {value:g}" for name, value in medians.items())
-        table.add_row(row.case, f"{row.p50:g}", f"{row.p90:g}", f"{row.p99:g}", str(row.runs), shown)
-    console.print(table)
+        cells.append((row.case, f"{row.p50:g}", f"{row.p90:g}", f"{row.p99:g}", str(row.runs), shown))
+    headers = (f"p50 {unit}", f"p90 {unit}", f"p99 {unit}", "runs")
+    print_numbers("case", headers, cells, f"{parts} (median {unit})")
     first = rows[0]
     console.print(f"{first.gpu}, torch {first.torch}, {first.precision}, {first.steps} steps, batch {first.batch}")
 

@@ -141,7 +141,7 @@ def generate(
 
 
 def save(out: Annotated[Path, typer.Option(help="Output file.")] = Path("image.png")) -> None:
-    """Save the images of an answer, also in the output of `truss predict`, read from standard input."""
+    """Save the images of an answer from standard input: of a server, the gateway or `truss predict`."""
     check_writable(out)
     if sys.stdin is None:
         raise CallFailed("Standard input is closed.", remedy="Pipe the output of `truss predict` into this command.")

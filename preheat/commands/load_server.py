@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import os
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,6 @@ from benchmarks.gpu_use import GpuUse, gpu_ids
 from benchmarks.rows import check_rows_file, finish, percentile
 from benchmarks.server_load import Outcome, RequestOf, closed_loop, open_loop, outcome_rows, plot
 from engine_builder.files import check_writable
-from engine_builder.truss_config import read_preheat_settings, read_truss_config
 from model.errors import PreheatError
 from model.request_fields import GenerationRequest
 from preheat.console import (
@@ -31,11 +29,12 @@ from preheat.console import (
     StepsOption,
     activity,
     console,
-    number_table,
     open_served_store,
     parse_size,
     plain,
+    print_numbers,
     print_warning,
+    read_served_settings,
     unet_precision,
 )
 from preheat.local_server import demo
@@ -97,7 +96,7 @@ def load(
     if url is not None:
         outcomes = loads.send(url, [])
     else:
-        settings = read_preheat_settings(read_truss_config(config), os.environ)
+        settings = read_served_settings(config)
         precision = settings.precision or precision
         gpus = gpu_ids(settings.workers and settings.workers * settings.gpus_per_image)
         with demo.serving(ROOT, config, SERVERS, opened_store.url, [release]) as server:
@@ -176,14 +175,14 @@ def _read_requests(path: Path, base: dict[str, Any]) -> list[dict[str, Any]]:
 def _print_outcomes(outcomes: Sequence[Outcome]) -> None:
     """Print a table, and why requests failed."""
     columns = ("images/s", "p50 s", "p90 s", "p99 s", "200", "429", "other", "GPU idle", "GPU memory")
-    table = number_table("load", *columns[: None if outcomes[0].gpu else -2])
+    rows = []
     for outcome in outcomes:
         times = outcome.latencies
         percentiles = [f"{percentile(times, share):.2f}" if times else "" for share in (0.5, 0.9, 0.99)]
         statuses = map(str, (len(times), outcome.refused, outcome.failed))
         gpu = [f"{outcome.gpu['gpu_idle_percent']} %", f"{outcome.gpu['memory_gib']} GiB"] if outcome.gpu else []
-        table.add_row(outcome.case, f"{outcome.images_per_second:.2f}", *percentiles, *statuses, *gpu)
-    console.print(table)
+        rows.append((outcome.case, f"{outcome.images_per_second:.2f}", *percentiles, *statuses, *gpu))
+    print_numbers("load", columns[: None if outcomes[0].gpu else -2], rows)
     if failed := next((outcome for outcome in outcomes if outcome.failed), None):
         print_warning(f"{failed.case}: {failed.failed} requests failed. The first: {failed.first_error}")
 

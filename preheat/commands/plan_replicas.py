@@ -15,7 +15,7 @@ from engine_builder.files import check_writable, write_file
 from model.denoising.forecast import evaluation_count
 from model.errors import PreheatError
 from model.validation import Forecast
-from preheat.console import console, number_table, plain, tracked
+from preheat.console import console, plain, print_numbers, tracked
 from preheat.replicas.simulation import Autoscaling, Result, Server, candidates, recommend, simulate
 from preheat.replicas.traffic import Traffic, read_traffic
 
@@ -93,12 +93,11 @@ def plan_replicas(
     results = list(tracked(simulated, len(settings), "Simulating settings"))
     best = recommend(results, p99)
     price = [] if per_hour is None else ["1,000 images cost"]
-    table = number_table(
-        "", "min replica", "target", "delay s", "p50 s", "p99 s", "refused", "GPU hours", *price, "most replicas"
-    )
+    headers = ("min replica", "target", "delay s", "p50 s", "p99 s", "refused", "GPU hours", *price, "most replicas")
+    rows = []
     for setting, result in sorted(results, key=lambda pair: pair[1].gpu_hours):
         images = max(1, len(result.latencies))
-        table.add_row(
+        row = (
             "best" if best is not None and result is best[1] else "",
             str(setting.min_replica),
             f"{setting.target_utilization_percentage:g} %",
@@ -110,7 +109,8 @@ def plan_replicas(
             *([] if per_hour is None else [f"{1000 * per_hour * result.gpu_hours / images:.2f}"]),
             str(max(count for _, count in result.replicas)),
         )
-    console.print(table)
+        rows.append(row)
+    print_numbers("", headers, rows)
     if best is None:
         console.print(
             f"No setting keeps p99 within {p99:g} s. Allow more replicas (--max-replica), shorten the cold start, or "

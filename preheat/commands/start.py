@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from engine_builder.truss_config import read_preheat_settings, read_truss_config
 from gateway.endpoint import LOOPBACK, parse_endpoint
 from model.deployment import resolve_releases
 from model.errors import PreheatError
@@ -30,6 +29,7 @@ from preheat.console import (
     open_served_store,
     plain,
     print_warning,
+    read_served_settings,
 )
 from preheat.local_server import demo as demo_run
 from preheat.local_server.client import check_output_paths, save_images
@@ -65,9 +65,7 @@ def serve(
     """
     read_settings({"loras": lora or []}, variables=())  # a wrong name is refused before the server's files are laid out
     opened_store = open_served_store(store, config, cache_dir)
-    names = resolve_releases(
-        releases or read_preheat_settings(read_truss_config(config)).release_patterns(), opened_store
-    )
+    names = resolve_releases(releases or read_served_settings(config).release_patterns(), opened_store)
     for name in names:
         opened_store.read_release(name)
     listed = ", ".join(names)

@@ -23,7 +23,7 @@ _CONNECT_SECONDS = 30.0
 _START_POLL_SECONDS = 5.0  # between two requests to a model that is starting
 _STARTING = (503, 502, 504)  # answered for a model that is starting: by its server, or by the platform in front of it
 _MAX_CHECKED_PATHS = 64  # no server returns more images
-_PIPE_REMEDY = "Pipe the whole output of `truss predict` into `preheat save`."
+_PIPE_REMEDY = "Pipe the whole answer into `preheat save`."
 
 
 class CallFailed(PreheatError):
@@ -204,7 +204,7 @@ def save_images(response: dict[str, Any], out: Path) -> list[Path]:
 
 
 def decode_images(response: dict[str, Any]) -> list[bytes]:
-    """Return the files of the images in a response, of a server or of OpenAI's API. Raises CallFailed."""
+    """Return the files of the images in a response, of a server or of OpenAI's API (`b64_json`). Raises CallFailed."""
     data = response.get("data")
     entries = response.get("images") or (data if isinstance(data, list) else [{"data": data}])
     if not isinstance(entries, list) or not entries:

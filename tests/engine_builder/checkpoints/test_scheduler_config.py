@@ -23,7 +23,7 @@ from engine_builder.checkpoints.scheduler_config import (
     read_scheduler_config,
 )
 from model.denoising.noise_schedule import NoiseSchedule
-from model.denoising.sampler_specs import SAMPLERS
+from model.denoising.sampler_specs import SAMPLERS, SPECS
 from model.store.manifest import Family
 from tests.engine_builder.helpers import edit_json
 from tests.support.schedulers import DIFFUSERS_SCHEDULERS, EDM_SCHEDULERS, read_noise_schedule
@@ -194,6 +194,16 @@ def test_options_are_those_of_diffusers() -> None:
         read = read_scheduler_config(SDXL | changed | settings | {"_class_name": kind.__name__}, "sdxl")
         assert read.sampler == sampler and not read.warnings, name
         assert compare_sampler(read.config, read.schedule, sampler) < MAX_DIFFERENCE, (sampler, name)
+
+
+def test_each_sampler_is_diffusers_for_the_config_of_each_other_one() -> None:
+    """The config of a sampler with Karras' spacing does not give it to the others."""
+    for own, spec in SPECS.items():
+        name, options = spec.diffusers
+        read = read_scheduler_config(SDXL | {"_class_name": name, **options}, "sdxl")
+        assert read.sampler == own
+        for sampler in SPECS:
+            assert compare_sampler(read.config, read.schedule, sampler) < MAX_DIFFERENCE, (own, sampler)
 
 
 def test_keys_of_other_classes_are_ignored() -> None:

@@ -334,7 +334,7 @@ def test_requests_name_a_release(server: Server, alone: dict[str, Pixels]) -> No
             answer = client.post(PREDICT_PATH, json=REQUEST | {"model": unknown})
             assert answer.status_code == 400, answer.text
             assert "expected one of toy-sdxl/1, style/2, style/1" in answer.text and answer.json()["field"] == "model"
-            assert ("which 2 releases have" in answer.text) == (unknown == "style")
+            assert ("which names 2 releases" in answer.text) == (unknown == "style")
         description = client.post(PREDICT_PATH, json={"prompt": "x", "describe": True, "model": "style/1"}).json()
         assert (description["release"], description["models"]) == ("style/1", [*RELEASES])
 

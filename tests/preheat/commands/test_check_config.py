@@ -423,7 +423,7 @@ REFUSALS: dict[str, tuple[Changes, str]] = {
     "unpublished, in a variable": (
         {"environment_variables": {"PREHEAT_RELEASE": "tiny-sdxl/never"}}, r"Release tiny-sdxl/never was not found"
     ),
-    "missing folder": ({"store": "file:///nowhere/at/all"}, r"/nowhere/at/all is not a store: No such file"),
+    "missing folder": ({"store": "file:///nowhere/at/all"}, r"file:///nowhere/at/all is not a folder of this machine"),
     "unreachable": (UNREACHABLE, r"s3://somewhere/models"),
     "missing secrets": (
         UNREACHABLE | {"secrets": {}}, r"does not declare aws_access_key_id and aws_secret_access_key under secrets"

@@ -169,9 +169,6 @@ def refused_commands(sandbox: Path, url: str) -> Iterator[tuple[Invocation, str]
     (work / "store").mkdir()
     yield Invocation(["verify"]), "has no release and no adapter. Check --store"
     yield Invocation(["serve", "toy/1", "--store=store"]), "Release toy/1 was not found"
-    own = f"{{store: {work / 'store'}, releases: [own/*]}}"
-    (work / "own.yaml").write_text(f"model_metadata: {{preheat: {own}}}")
-    yield Invocation(["serve", "--config=own.yaml"]), f"Release own/* was not found in {(work / 'store').as_uri()}"
     yield Invocation(["plan-replicas", *RATE, "constant:1e9"]), "more than 10,000,000 requests"
 
 
