@@ -173,26 +173,21 @@ def open_cli_store(store: str, cache_dir: Path | None = None, must_exist: bool =
     """
     if must_exist:
         check_local_folder(store)
-    if cache_dir is not None:
-        os.environ["PREHEAT_CACHE_DIR"] = str(expand_cache_folder(str(cache_dir)).absolute())
-    return _open_store(store, read_settings(variables=STORE_SETTINGS))
+    return _open_store(store, read_settings(variables=STORE_SETTINGS), cache_dir)
 
 
-def open_served_store(store: str | None, config: Path, cache_dir: Path | None = None) -> WritableStore:
-    """Open the store of a server on this machine: the given one, else the config's, else the default.
+def open_served_store(store: str | None, settings: Settings, cache_dir: Path | None = None) -> WritableStore:
+    """Open the store of a server on this machine: the given one, else that of its settings, else the default.
 
-    Its endpoint, region and profile are those of the environment, else of the config. The placeholder of a shipped
-    config counts as no store. Raises ConfigError, and StoreError, also for a local store whose folder is missing.
+    `settings`: see `read_served_settings`. The placeholder of a shipped config counts as no store. `cache_dir`: as in
+    `open_cli_store`. Raises StoreError, also for a local store whose folder is missing.
     """
-    if cache_dir is not None:
-        os.environ["PREHEAT_CACHE_DIR"] = str(expand_cache_folder(str(cache_dir)).absolute())
     from engine_builder.truss_config import PLACEHOLDER_STORES  # imports yaml
 
-    settings = read_served_settings(config)
     own = "" if settings.store.rstrip("/") in PLACEHOLDER_STORES else settings.store
     chosen = store or own or DEFAULT_STORE
     check_local_folder(chosen)
-    return _open_store(chosen, settings)
+    return _open_store(chosen, settings, cache_dir)
 
 
 def read_served_settings(config: Path) -> Settings:
@@ -202,8 +197,13 @@ def read_served_settings(config: Path) -> Settings:
     return read_preheat_settings(read_truss_config(config), os.environ)
 
 
-def _open_store(store: str, settings: Settings) -> WritableStore:
-    return open_writable_store(store, replace(settings.store_options(), report=meter.advance))
+def _open_store(store: str, settings: Settings, cache_dir: Path | None) -> WritableStore:
+    options = replace(settings.store_options(), report=meter.advance)
+    if cache_dir is not None:
+        folder = expand_cache_folder(str(cache_dir)).absolute()
+        os.environ["PREHEAT_CACHE_DIR"] = str(folder)
+        options = replace(options, cache_dir=folder)
+    return open_writable_store(store, options)
 
 
 def parse_size(size: str, option: str = "--size") -> tuple[int, int]:

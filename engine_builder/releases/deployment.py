@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from engine_builder.releases.describe_deployment import describe, describe_memory
 from engine_builder.releases.mounts import Mount, files_of, find_mount
 from engine_builder.releases.runnable_targets import find_pinned_version, list_runnable_targets
 from engine_builder.truss_config import PLACEHOLDER_STORES, read_preheat_settings, read_truss_config
@@ -21,7 +22,7 @@ from model.engines.tensorrt.libraries import LIBRARIES
 from model.errors import AdapterError, ConfigError, PreheatError, StoreError, UntrustedRelease
 from model.loading.alike import check_alike
 from model.loading.select import Selection, select
-from model.loading.served import ServedModel, SizeList, served_model
+from model.loading.served import served_model
 from model.pipeline.spec import UNET
 from model.settings import Settings, read_settings
 from model.store.adapter_record import AdapterRecord
@@ -122,11 +123,11 @@ def _check_selections(
         adapters = check.attempt(partial(_check_adapters, check, settings, deployment, selection, offered)) or []
         files |= dict.fromkeys(files_of(manifest, adapters, selection.blobs()))
         if served is not None:
-            described += _describe(selection, served, settings)
+            described += describe(selection, served, settings)
     if selections:
         check.attempt(lambda: check_alike(selections))
     if selections and not check.refusals:
-        described += _describe_memory(selections, config, settings)
+        described += describe_memory(selections, config, settings)
     if mount is not None:
         check.attempt(lambda: _check_mount(mount, [*files]))
     if not check.refusals:
@@ -347,58 +348,3 @@ def _small_batches(selection: Selection, settings: Settings) -> Iterator[str]:
                 f"{largest}: {max(1, largest // 2)} guided images at once. Build it for more (`preheat build --size "
                 f"{label}@{bucket.rows}`)."
             )
-
-
-def _describe_memory(selections: Sequence[Selection], config: Any, settings: Settings) -> list[str]:
-    """Describe the memory of the releases and their slots, as a load estimates it."""
-    import torch  # here, because other checks do not need it
-
-    from model.loading.memory import common_weights, further_bytes, needed_bytes
-
-    accelerator = config.resources.accelerator.accelerator
-    device = torch.device("cuda" if accelerator else "cpu")
-    first = needed_bytes(device, selections[0], Deployment.of(settings).ranks)
-    note = "(an estimate, without the memory of running steps, decoding and adapters)"
-    if len(selections) == 1:
-        return [f"memory   {first / 2**20:.0f} MiB {note}"]
-    further = further_bytes(device, selections[0], common_weights(selections, bool(settings.loras)))
-    slots = min(settings.weight_slots or len(selections), len(selections))
-    sizes = [first, further, first + (slots - 1) * further]
-    of_first, of_further, of_all = (f"{size / 2**20:.0f} MiB" for size in sizes)
-    return [
-        f"memory   {of_first} for the first release, {of_further} for each further one, {of_all} for {slots} of "
-        f"{len(selections)} at once {note}"
-    ]
-
-
-def _describe(selection: Selection, served: ServedModel, settings: Settings) -> list[str]:
-    manifest, sizes = selection.manifest, served.sizes
-    own = [engine for engine in selection.engines[UNET] if engine.component == UNET]
-    by_precision = [[e.bucket for e in own if e.precision == p] for p in {engine.precision for engine in own}]
-    if isinstance(sizes, SizeList):
-        parts = []
-        for width, height in sizes.sizes:
-            batches = [
-                max(bucket.batch.max for bucket in buckets if bucket.holds(bucket.batch.max, height, width))
-                for buckets in by_precision
-            ]
-            limits = [bucket.rows for bucket in settings.buckets if (bucket.width, bucket.height) == (width, height)]
-            parts.append(f"{width}x{height}@{min([*batches, *limits])}")
-        listed = ", ".join(parts)
-    else:
-        batch = min(max(bucket.batch.max for bucket in buckets) for buckets in by_precision)
-        listed = f"sides from {sizes.min_side} to {sizes.max_side} pixels in steps of {sizes.multiple}, @{batch}"
-    total = sum(blob.bytes for blob in selection.blobs())
-    signer = f"signed by {manifest.signature.key_id}" if manifest.signature else "not signed"
-    return [
-        f"release  {manifest.name}, {signer}",
-        f"target   {selection.target}",
-        f"sizes    {listed} (width x height @ the UNet's largest batch; an image with guidance takes two)",
-        *(
-            []
-            if served.image_sizes == sizes
-            else [f"images   requests with an image: {served.image_sizes or 'refused'}"]
-        ),
-        f"fetches  {total / 2**20:.0f} MiB at a cold start",
-        *([f"adapters {', '.join(settings.loras)}"] if settings.loras else []),
-    ]

@@ -39,6 +39,7 @@ from preheat.console import (
     parse_size,
     plain,
     print_numbers,
+    read_served_settings,
     unet_precision,
 )
 
@@ -285,7 +286,7 @@ def releases(
     check_rows_file(out)
     if len(set(release)) != 3:
         raise typer.BadParameter("give three different releases", param_hint="RELEASE...")
-    opened = open_served_store(store, config)
+    opened = open_served_store(store, read_served_settings(config))
     manifest = opened.read_release(release[0])
     precision = unet_precision(manifest).io
     width, height = parse_size(size) if size else (manifest.settings.native_width, manifest.settings.native_height)

@@ -82,7 +82,8 @@ def load(
     if plot_file is not None:
         check_writable(plot_file)
     given_size = parse_size(size) if size else None
-    opened_store = open_served_store(store, config, cache_dir)
+    settings = read_served_settings(config)
+    opened_store = open_served_store(store, settings, cache_dir)
     manifest = opened_store.read_release(release)
     width, height = given_size or (manifest.settings.native_width, manifest.settings.native_height)
     base: dict[str, Any] = {"prompt": DEFAULT_PROMPT, "width": width, "height": height, "num_inference_steps": steps}
@@ -96,7 +97,6 @@ def load(
     if url is not None:
         outcomes = loads.send(url, [])
     else:
-        settings = read_served_settings(config)
         precision = settings.precision or precision
         gpus = gpu_ids(settings.workers and settings.workers * settings.gpus_per_image)
         with demo.serving(ROOT, config, SERVERS, opened_store.url, [release]) as server:

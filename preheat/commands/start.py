@@ -64,8 +64,9 @@ def serve(
     ends it, and a third one kills the server.
     """
     read_settings({"loras": lora or []}, variables=())  # a wrong name is refused before the server's files are laid out
-    opened_store = open_served_store(store, config, cache_dir)
-    names = resolve_releases(releases or read_served_settings(config).release_patterns(), opened_store)
+    settings = read_served_settings(config)
+    opened_store = open_served_store(store, settings, cache_dir)
+    names = resolve_releases(releases or settings.release_patterns(), opened_store)
     for name in names:
         opened_store.read_release(name)
     listed = ", ".join(names)

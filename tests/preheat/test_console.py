@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from model.errors import StoreError
 from preheat import console
-from preheat.console import open_served_store, print_numbers
+from preheat.console import open_served_store, print_numbers, read_served_settings
 from preheat.main import app
 
 
@@ -23,10 +23,10 @@ def test_store_of_a_server_is_the_given_one_or_the_configs(tmp_path: Path, monke
     for folder in ("own", "given"):
         (tmp_path / folder).mkdir()
     config = write_config(tmp_path / "c.yaml", store=str(tmp_path / "own"))
-    assert open_served_store(None, config).url == (tmp_path / "own").as_uri()
-    assert open_served_store(str(tmp_path / "given"), config).url == (tmp_path / "given").as_uri()
+    assert open_served_store(None, read_served_settings(config)).url == (tmp_path / "own").as_uri()
+    assert open_served_store(str(tmp_path / "given"), read_served_settings(config)).url == (tmp_path / "given").as_uri()
     for store in ("s3://preheat-releases", ""):
-        assert open_served_store(None, write_config(config, store=store)).url == tmp_path.as_uri()
+        assert open_served_store(None, read_served_settings(write_config(config, store=store))).url == tmp_path.as_uri()
 
 
 def test_bucket_of_a_config_is_opened_at_its_endpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,7 +37,7 @@ def test_bucket_of_a_config_is_opened_at_its_endpoint(tmp_path: Path, monkeypatc
     monkeypatch.setenv("PREHEAT_CACHE_DIR", str(tmp_path / "cache"))
     config = write_config(tmp_path / "c.yaml", store="s3://models/own", endpoint="http://127.0.0.1:9", region="x-1")
     with pytest.raises(StoreError, match=r"127\.0\.0\.1:9"):
-        open_served_store(None, config).releases()
+        open_served_store(None, read_served_settings(config)).releases()
 
 
 @pytest.mark.parametrize("variable, named", [({}, "own/*"), ({"PREHEAT_RELEASES": "a/1,b/2"}, "a/1")])
