@@ -90,9 +90,13 @@ async def _send(client: httpx.AsyncClient, url: str, request: dict[str, Any], ou
         outcome.first_error = outcome.first_error or f"{answer.status_code}: {answer.text[:300]}"
 
 
+def count_clients(count: int) -> str:
+    return "1 client" if count == 1 else f"{count} clients"
+
+
 async def closed_loop(url: str, request_of: RequestOf, clients: int, seconds: float) -> Outcome:
     """Send requests from `clients` clients without pause for `seconds`. Returns when all are answered."""
-    outcome = Outcome(f"closed loop, {clients} clients", clients)
+    outcome = Outcome(f"closed loop, {count_clients(clients)}", clients)
     numbers = itertools.count()
     endpoint = parse_endpoint(url)
     async with connect(endpoint) as client:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from benchmarks.gpu_use import GpuUse, gpu_ids
 from benchmarks.rows import check_rows_file, finish, percentile
-from benchmarks.server_load import Outcome, RequestOf, closed_loop, open_loop, outcome_rows, plot
+from benchmarks.server_load import Outcome, RequestOf, closed_loop, count_clients, open_loop, outcome_rows, plot
 from engine_builder.files import check_writable
 from model.errors import PreheatError
 from model.request_fields import GenerationRequest
@@ -142,7 +142,7 @@ class _Loads:
         outcomes = []
         for count in self.counts:
             load = closed_loop(url, self.request_of, count, self.seconds)
-            outcomes.append(_send(load, f"{count} clients", gpus))
+            outcomes.append(_send(load, count_clients(count), gpus))
         capacity = max(outcome.answers_per_second for outcome in outcomes)
         for rate in self.rates:
             load = open_loop(url, self.request_of, rate * capacity, self.open_seconds)

@@ -23,7 +23,7 @@ _MAX_REQUESTS = 10_000_000
 _MAX_BATCH_IMAGES = 1024
 _MAX_STEP_SECONDS = 600
 _Simulated = tuple[Autoscaling, Result]
-_CLOSED_LOOP = re.compile(r"closed loop, (\d+) clients")
+_CLOSED_LOOP = re.compile(r"closed loop, (\d+) clients?")
 
 
 def plan_replicas(

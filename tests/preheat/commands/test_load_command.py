@@ -49,7 +49,7 @@ def test_sends_the_requests_of_a_file_in_turns(toy_store: Store, tmp_path: Path)
     received = {(each["seed"] % 2, each["width"], each["num_inference_steps"]) for each in Handler.received}
     assert received == {(0, 64, 3), (1, 72, 5)}, "the seed is the request's number"
     closed, opened, *appended = read_rows(rows)
-    assert closed.case == "closed loop, 1 clients 64x64, mix" and opened.case.startswith("open loop"), "by their file"
+    assert closed.case == "closed loop, 1 client 64x64, mix" and opened.case.startswith("open loop"), "by their file"
     assert len(appended) == 2 and abs(closed.runs - closed.extra["failed"]) <= 1
     with HttpServer(Handler) as server:
         only_closed = run(toy_store, server.port, *options, "--shares", "")
