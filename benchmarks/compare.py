@@ -28,7 +28,7 @@ from model.api.resolve import resolve
 from model.denoising.forecast import evaluation_count
 from model.denoising.sampler_specs import check_forecast, sampler_spec
 from model.errors import NoEngineForTarget, RequestRefused
-from model.images.encode import Pixels
+from model.images.pixels import Pixels
 from model.loading.load import Loaded
 from model.pipeline.params import GenerationParams
 from model.pipeline.text_to_image import generate
@@ -68,6 +68,19 @@ class Candidate:
     own: tuple[tuple[str, str], ...] = ()
 
 
+@dataclass(frozen=True)
+class Made:
+    """What a candidate has made: the picture of each request. `first_seconds`: of the first one.
+
+    memory_bytes: the peak so far, None if it is not known.
+    """
+
+    candidate: Candidate
+    pictures: tuple[Pixels, ...]
+    first_seconds: float
+    memory_bytes: int | None
+
+
 def compare(
     store: str,
     manifest: Manifest,
@@ -89,20 +102,16 @@ def compare(
     loaded, plain = _load_release(store, manifest.name, RELEASE)
     unavailable: dict[str, str] = {}
     params = tuple(_resolve(loaded, number, request, reference) for number, request in enumerate(requests, start=1))
-    candidates = [plain, *_forecasts(plain, params, unavailable)]
-    quantized = next((engine.precision for engine in manifest.engines if engine.precision.is_quantized), FP8)
-    in_8_bits = f"{RELEASE} in {quantized.name.upper()}"
-    try:
-        if loaded.precision != quantized:
-            report(f"Loading the {in_8_bits}")
-            candidates.insert(1, _load_release(store, manifest.name, in_8_bits, precision=quantized.name)[1])
-    except NoEngineForTarget as error:
-        unavailable[in_8_bits] = error.args[0]  # without the remedy, which is for a deployment
     if not compiled and isinstance(reference, Checkpoint):
         unavailable["diffusers compiled"] = "Compilation takes minutes. Add --compiled."
     try:
+        made = [
+            _generate(each, params, report)
+            for each in _of_release(store, manifest, loaded, plain, params, unavailable, report)
+        ]
         with _references(reference, loaded, compiled, report) as references:
-            variants = _run([*references, *candidates], params, runs, report)
+            compared = [_generate(each, params, report) for each in references]
+            variants = _measure([*compared, *made], params, runs, report)
     except torch.OutOfMemoryError as error:
         raise out_of_memory() from error
     return Comparison(manifest.name, params, variants, unavailable, tuple(notes))
@@ -151,6 +160,30 @@ def _load_release(store: str, release: str, name: str, **changes: object) -> tup
     return loaded, Candidate(
         name, generate_one, lambda params: release_work(loaded, params), precision_of(loaded), load_seconds
     )
+
+
+def _of_release(
+    store: str,
+    manifest: Manifest,
+    loaded: Loaded,
+    plain: Candidate,
+    requests: Sequence[GenerationParams],
+    unavailable: dict[str, str],
+    report: Report,
+) -> Iterator[Candidate]:
+    """Yield the release, then in 8 bits, which is loaded once the pictures of the release have shown its memory."""
+    yield plain
+    quantized = next((engine.precision for engine in manifest.engines if engine.precision.is_quantized), FP8)
+    in_8_bits = f"{RELEASE} in {quantized.name.upper()}"
+    if loaded.precision != quantized:
+        report(f"Loading the {in_8_bits}")
+        try:
+            _, candidate = _load_release(store, manifest.name, in_8_bits, precision=quantized.name)
+        except NoEngineForTarget as error:
+            unavailable[in_8_bits] = error.args[0]  # without the remedy, which is for a deployment
+        else:
+            yield candidate
+    yield from _forecasts(plain, requests, unavailable)
 
 
 def _forecasts(
@@ -222,36 +255,34 @@ def _of_server(endpoint: Endpoint) -> Candidate:
 # -- how it is measured ----------------------------------------------------------------------------------------------
 
 
-def _run(
-    candidates: Sequence[Candidate], requests: Sequence[GenerationParams], runs: int, report: Report
+def _measure(
+    made: Sequence[Made], requests: Sequence[GenerationParams], runs: int, report: Report
 ) -> tuple[Variant, ...]:
-    """Generate the pictures of each candidate, then measure the first request. The first candidate is the reference."""
-    made = [_generate(candidate, requests, report) for candidate in candidates]
-    report(f"Measuring {len(candidates)} variants alternately")
-    works = [candidate.work(candidate.change(requests[0])) for candidate in candidates]
+    """Measure the first request of each candidate. The pictures of the first candidate are the reference."""
+    report(f"Measuring {len(made)} variants alternately")
+    works = [each.candidate.work(each.candidate.change(requests[0])) for each in made]
     variants = []
-    for candidate, (pictures, seconds, memory), times in zip(candidates, made, measure(works, 0, runs), strict=True):
-        params, has_load = candidate.change(requests[0]), candidate.load_seconds is not None
+    for each, times in zip(made, measure(works, 0, runs), strict=True):
+        candidate, params = each.candidate, each.candidate.change(requests[0])
+        has_load = candidate.load_seconds is not None
         row = timed_row(candidate.name, params, candidate.precision, *times)
         variants.append(
             Variant(
                 name=candidate.name,
                 params=params,
-                pictures=pictures,
-                distances=tuple(map(_distances, made[0][0], pictures)),
+                pictures=each.pictures,
+                distances=tuple(map(_distances, made[0].pictures, each.pictures)),
                 load_seconds=candidate.load_seconds,
-                first_seconds=seconds if has_load else None,
-                memory_bytes=memory if has_load else None,
+                first_seconds=each.first_seconds if has_load else None,
+                memory_bytes=each.memory_bytes if has_load else None,
                 row=row.model_copy(update=dict(candidate.own)),
             )
         )
     return tuple(variants)
 
 
-def _generate(
-    candidate: Candidate, requests: Sequence[GenerationParams], report: Report
-) -> tuple[tuple[Pixels, ...], float, int | None]:
-    """Return the picture of each request, the seconds of the first one, and the peak memory."""
+def _generate(candidate: Candidate, requests: Sequence[GenerationParams], report: Report) -> Made:
+    """Generate the picture of each request."""
     pictures, seconds, memory = [], [], None
     for number, params in enumerate(requests, start=1):
         report(f"{candidate.name}: picture {number} of {len(requests)}")
@@ -259,7 +290,7 @@ def _generate(
         image, memory = candidate.generate(candidate.change(params))
         seconds.append(time.perf_counter() - began)
         pictures.append(image)
-    return tuple(pictures), seconds[0], memory
+    return Made(candidate, tuple(pictures), seconds[0], memory)
 
 
 def _distances(expected: Pixels, found: Pixels) -> tuple[float, float]:
