@@ -178,8 +178,10 @@ class AdapterLibrary:
         try:
             with torch.inference_mode():
                 record = self._records[name]
-                changes = load_changes(self._store, record, self._device)
-                self._store.unpin(record.blobs)
+                try:
+                    changes = load_changes(self._store, record, self._device)
+                finally:
+                    self._store.unpin(record.blobs)
             with self._lock:
                 self._loaded[name] = changes
         except Exception as error:

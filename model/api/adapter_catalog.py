@@ -146,9 +146,10 @@ class AdapterCatalog:
                     f"Adapter {name} was replaced in the store by another one of that name.",
                     "Add it under a new name, or restart the servers.",
                 )
-            self._store.fetch(record.blobs)
-            # The cache may evict the tensors from here on. The load of an adapter fetches what is missing.
-            self._store.unpin(record.blobs)
+            try:
+                self._store.fetch(record.blobs)
+            finally:  # the cache may evict the tensors from here on; the load of an adapter fetches what is missing
+                self._store.unpin(record.blobs)
             return record
 
         try:

@@ -65,6 +65,7 @@ class WeightTurns:
             # Without a slot, adapters are read while the release is brought into one.
             while failed := turns.update(own, in_flight(runner)) if self._holds(runner) else turns.prepare(own):
                 yield failed
+        metrics.ADAPTERS_CACHED.set(sum(len(library.on_device) for library in self._libraries))
 
     def admits(self, job: Job) -> bool:
         """True if the weights that a job needs are on the device, and it is its turn."""
@@ -89,4 +90,3 @@ class WeightTurns:
     def _count_merge(self, seconds: float) -> None:
         metrics.ADAPTER_MERGES.inc()
         metrics.ADAPTER_MERGE_SECONDS.observe(seconds)
-        metrics.ADAPTERS_CACHED.set(sum(len(library.on_device) for library in self._libraries))

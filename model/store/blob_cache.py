@@ -10,8 +10,8 @@ One process fetches a blob and holds the lock of its partial file; the others wa
 which end with the process. So a killed process leaves nothing locked, and the next one keeps the complete parts.
 
 When space is needed, the least recently used files are deleted first, but no blob that a live process has pinned. A
-load pins each blob before it looks for it. Blobs are unpinned when they have been copied, at the latest when the store
-is closed, and may then be deleted.
+load pins each blob before it looks for it. The blobs of an adapter are unpinned when they have been copied, all others
+when the store is closed, and may then be deleted. A server with adapters or with several releases keeps its store open.
 
 Nothing is flushed to the disk. Every reader verifies a blob, and fetches it again if a power failure damaged it.
 """

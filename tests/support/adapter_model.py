@@ -2,7 +2,7 @@
 
 import hashlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,11 +33,15 @@ class HeldStore(WritableLocalStore):
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         self.reads: list[str] = []
+        self.unpinned: list[str] = []
         self._held: dict[str, threading.Event] = {}
 
     def hold(self, digest: str) -> threading.Event:
         """Return an event that lets the blob go once it is set."""
         return self._held.setdefault(digest, threading.Event())
+
+    def unpin(self, blobs: Iterable[Blob]) -> None:
+        self.unpinned += [blob.sha256 for blob in blobs]
 
     def stream(self, digest: str, size: int, sink: Sink) -> None:
         if digest in self._held:

@@ -15,6 +15,7 @@ from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan
 from engine_builder.releases.publish import publish
 from engine_builder.stores.store import WritableStore
+from model import metrics
 from model.adapters.changes import Change
 from model.adapters.packing import make_packing, pack
 from model.cold_start import ColdStart
@@ -198,6 +199,8 @@ def test_scheduler_runs_different_adapters_together(adapted: Loaded) -> None:
     alone = [generate(adapted.model, [request])[0][0] for request in requests]
     for image, result in zip(alone, served_together(adapted.model, requests), strict=True):
         assert largest_difference(image, pixels(result.images[0])) <= 1
+    [cached] = metrics.ADAPTERS_CACHED.collect()[0].samples
+    assert cached.value == len(adapted.model.adapters.on_device) > 0
 
 
 def test_packed_factors_keep_small_scales() -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from model.errors import AdapterError, AdapterNotReady, Overloaded, RequestRefus
 from model.settings import Limits
 from model.store.adapter_record import AdapterRecord
 from model.store.keys import adapter_key
+from model.store.manifest import Blob
 from tests.support.adapter_model import HeldStore, put_adapter
 
 KEY = Ed25519PrivateKey.generate()
@@ -209,6 +210,20 @@ def test_an_unreachable_store_stops_new_adapters_only(store: CountingStore, cloc
         run(catalog.find(["c"]))
     store.is_down = False
     assert names_of(run(catalog.find(["b"]))) == ["b"]
+
+
+def test_tensors_that_cannot_be_fetched_stay_evictable(
+    store: CountingStore, make: Make, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = put_adapter(store, "a", 1.0)
+
+    def fetch(blobs: Iterable[Blob]) -> None:
+        raise StoreError("The store cannot be reached.")
+
+    monkeypatch.setattr(store, "fetch", fetch)
+    with pytest.raises(AdapterNotReady, match="Adapter a cannot be read"):
+        run(make().find(["a"]))
+    assert store.unpinned == [blob.sha256 for blob in record.blobs]
 
 
 def test_a_slow_list_holds_up_no_known_adapter(

@@ -114,6 +114,7 @@ def test_damaged_adapter_fails_its_request_only(gate: Gate, scheduler: Scheduler
         with pytest.raises(AdapterError, match="Adapter a cannot be loaded. Blob .* is damaged"):
             results(failing)
         results(running)
+    assert adapted.store.unpinned == adapted.store.reads
     results(scheduler.submit(params(3, loras=A)))
 
 
