@@ -6,7 +6,7 @@ from functools import cached_property
 from benchmarks.rows import Row
 from engine_builder.quantization.validation.contact_sheet import PicturePair
 from engine_builder.quantization.validation.report import Spread, spread
-from model.images.encode import Pixels
+from model.images.pixels import Pixels
 from model.pipeline.params import GenerationParams
 
 

@@ -29,7 +29,7 @@ import torch
 from benchmarks.measure import encode_all, generate_offline, load_in_process, precision_of
 from benchmarks.rows import Row, finish, make_row
 from model.api.resolve import resolve
-from model.images.encode import Pixels
+from model.images.pixels import Pixels
 from model.loading.load import Loaded
 from model.loading.warmup import warm_up
 from model.pipeline.params import GenerationParams

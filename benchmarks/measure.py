@@ -19,7 +19,8 @@ from benchmarks.rows import Row, make_row, medians
 from model.cold_start import ColdStart
 from model.denoising.loop import ImageState
 from model.deployment import Deployment
-from model.images.encode import Pixels, broken_image, encode_base64
+from model.images.encode import broken_image, encode_base64
+from model.images.pixels import Pixels
 from model.loading.load import Loaded
 from model.loading.releases import load_deployment
 from model.pipeline.params import GenerationParams

@@ -28,7 +28,7 @@ from engine_builder.checkpoints.scheduler_config import read_scheduler
 from engine_builder.worker_process import end_process, end_with_parent
 from model.api.resolve import resolve
 from model.errors import PreheatError, RequestRefused
-from model.images.encode import Pixels
+from model.images.pixels import Pixels
 from model.loading.load import Loaded
 from model.pipeline.params import GenerationParams
 from model.request_fields import GenerationRequest

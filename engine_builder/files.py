@@ -16,6 +16,8 @@ from model.store.local import FileMissing, open_regular_file
 _IRREPLACEABLE_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EINVAL, errno.ENOTSUP}
 
 _OTHER_FOLDER = "Name another folder."
+PICKLE_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
+"""Of files that may run code when they are read, so none is."""
 
 
 class NotWritable(PreheatError):

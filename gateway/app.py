@@ -5,8 +5,6 @@ Without keys it answers only requests for this machine's own name, so that no we
 
 import asyncio
 import logging
-import re
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -30,29 +28,23 @@ from gateway.backend_answers import Event
 from gateway.backends import Accepted, Backends
 from gateway.bodies import Bodies
 from gateway.endpoint import PREDICT_PATH, READY_PATH
-from gateway.errors import ApiError, refused
+from gateway.errors import ApiError, api_error, refused
 from gateway.history import MAX_LISTED, History, answer_of
 from gateway.keys import ApiKey, Keys
 from gateway.page_routes import page_routes
 from gateway.recording import recorded
-from gateway.request_end import ClosingStream, stopping, unless_disconnected, until_shutdown
+from gateway.request_end import ClosingStream, unless_disconnected, until_shutdown
 from model.api.body_limit import CLIENT, BodyLimit, BodyLimits
 from model.api.fair_queue import PreparationQueues
 from model.api.json_bytes import json_bytes
+from model.api.request_id import request_id
 from model.api.shutdown import GracefulShutdown
-from model.errors import BodyTooLarge, BodyTooSlow, Overloaded, PreheatError, RequestRefused, Unavailable
+from model.errors import Overloaded, PreheatError
 from model.request_fields import GenerationRequest
 
 _KEY_SHARE = 0.5  # of the memory for bodies that other keys leave
 _LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 _REQUEST_ID_KEY = "preheat.request_id"  # of an ASGI scope
-_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
-_BODY_ERRORS: dict[type[PreheatError], tuple[int, str]] = {
-    RequestRefused: (400, "refused"),
-    BodyTooSlow: (408, "too_slow"),
-    BodyTooLarge: (413, "too_large"),
-    Overloaded: (429, "overloaded"),
-}
 Start = Callable[[AsyncExitStack], Awaitable[Accepted]]
 logger = logging.getLogger("preheat.gateway")
 
@@ -133,7 +125,7 @@ class Gateway:
         try:
             [call] = await unless_disconnected(http, parsing)
         except Overloaded as error:
-            raise ApiError(429, str(error), None, "overloaded", error.retry_after) from error
+            raise api_error(error) from error
         del values, fields, files, parsing  # the call has them
         return await self._answer(http, key, call)
 
@@ -350,11 +342,7 @@ def _api_error(http: Request, error: Exception) -> Response:
 
 def refuse_body(scope: Scope, error: PreheatError) -> Response:
     """Return the answer to a request that is not parsed: because of its body, or because the gateway stops."""
-    if isinstance(error, Unavailable):
-        return _error_response(scope, stopping(error))
-    status, code = next(answer for kind, answer in _BODY_ERRORS.items() if isinstance(error, kind))
-    retry_after = error.retry_after if isinstance(error, Overloaded) else None
-    return _error_response(scope, ApiError(status, str(error), None, code, retry_after))
+    return _error_response(scope, api_error(error))
 
 
 def _http_error(http: Request, error: Exception) -> Response:
@@ -373,9 +361,8 @@ def _headers(http: Request) -> dict[str, str]:
 
 
 def _request_id(scope: Scope) -> str:
-    """Return the caller's X-Request-Id if it is safe to log, else a new one: the same at each call for a request."""
+    """Return the id of a request: the same at each call."""
     if _REQUEST_ID_KEY not in scope:
-        value = Headers(scope=scope).get("X-Request-Id", "")
-        scope[_REQUEST_ID_KEY] = value if _REQUEST_ID.fullmatch(value) else uuid.uuid4().hex
+        scope[_REQUEST_ID_KEY] = request_id(Headers(scope=scope))
     found: str = scope[_REQUEST_ID_KEY]
     return found

@@ -5,12 +5,9 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
-
-import httpx
 
 from gateway.backend_answers import Event
-from gateway.endpoint import LOOPBACK, PREDICT_PATH, READY_PATH
+from gateway.endpoint import LOOPBACK, PREDICT_PATH, READY_PATH, BadEndpoint, split_url
 from gateway.errors import GatewayConfigError
 
 KEY_VARIABLE = "PREHEAT_BACKEND_API_KEY"
@@ -73,15 +70,11 @@ def parse_backend(url: str, variables: Mapping[str, str] = os.environ) -> Backen
     """
     remedy = "Give one like http://127.0.0.1:8080 or https://model-ID.api.baseten.co/environments/production/predict."
     try:
-        parts = urlsplit(url)
-        port = parts.port
-        httpx.URL(url)
-    except (ValueError, httpx.InvalidURL) as error:
-        raise GatewayConfigError(f"{url!r} is not the URL of a server: {error}.", remedy) from error
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query or parts.fragment:
-        raise GatewayConfigError(f"{url!r} is not the URL of a server.", remedy)
-    if port == 0 or not url.isascii() or not url.isprintable() or " " in url:
-        raise GatewayConfigError(f"{url!r} is not the URL of a server.", remedy)
+        parts = split_url(url, url)
+    except BadEndpoint as error:
+        raise GatewayConfigError(error.args[0], remedy) from error
+    if parts.query:
+        raise GatewayConfigError(f"{url!r} is not the URL of a server: it has a query.", remedy)
     is_loopback = parts.hostname in LOOPBACK
     if not parts.path.rstrip("/").endswith("/predict"):
         base = url.rstrip("/")

@@ -32,17 +32,18 @@ from gateway.bounded_reading import (
     InvalidAnswer,
     read_body,
 )
+from gateway.endpoint import DESCRIBE
 from gateway.errors import ApiError, GatewayConfigError
 from model.api.fair_queue import CLIENT_HEADER
 from model.api.json_bytes import json_bytes
 from model.api.resolve import find_release
 from model.errors import RequestRefused
+from model.statuses import OF_REQUEST_KINDS
 
 _CHECK_SECONDS = 2.0  # between two health checks of a local server
 _CONNECT_SECONDS = 5.0
 _PIECE_BYTES = 2**18  # of a body that is sent
 _MAX_RETRY_SECONDS = 3600  # a longer Retry-After is a mistake
-_DESCRIBE = {"prompt": "description", "describe": True}
 logger = logging.getLogger("preheat.gateway")
 
 
@@ -186,11 +187,9 @@ class Backends:
                     found[description["release"]] = description
                     left -= size
             backend.descriptions, backend.described_at = found, now
-        except (httpx.HTTPError, TimeoutError) as error:
+        except (httpx.HTTPError, TimeoutError, InvalidAnswer) as error:
             backend.mark_down()
-            problem = type(error).__name__
-        except InvalidAnswer as error:
-            problem = str(error)
+            problem = str(error) if isinstance(error, InvalidAnswer) else type(error).__name__
         if problem and problem != backend.description_problem:
             logger.warning("Backend %s has no description: %s.", backend.name, problem)
         backend.description_problem = problem
@@ -202,7 +201,7 @@ class Backends:
 
         Raises InvalidAnswer.
         """
-        request = _DESCRIBE if model is None else _DESCRIBE | {"model": model}
+        request = DESCRIBE if model is None else DESCRIBE | {"model": model}
         async with self._send(backend, seconds, request) as answer:
             if answer.status_code != 200:
                 raise InvalidAnswer(f"its status is {answer.status_code}")
@@ -253,14 +252,15 @@ class Backends:
         """Send a request to the least loaded server of a release; yields once one has accepted it.
 
         Its connection is closed at the end of the `with` block, which stops the work of a request that is not
-        finished. A server that has started again with another release is left out, and described again. `client_id`:
-        "", or the client that shares the server's queues with others. Raises ApiError: the server's own refusal, 429
-        if all are busy, 502 or 503.
+        finished. A server that has started again with another release is left out, and described again. So is one that
+        cannot load what the request names. `client_id`: "", or the client that shares the server's queues with others.
+        Raises ApiError: the server's own refusal, 429 if all are busy, 502 or 503.
         """
         images = request.get("num_images", 1)
         sent = request | {"stream": True}
         waits: list[int] = []
         is_replaced = False
+        not_loaded: ApiError | None = None
         tried: list[Backend] = []
         while (backend := await self._next_candidate(model, tried)) is not None:
             tried.append(backend)
@@ -273,7 +273,11 @@ class Backends:
                     if answer.status_code == 429:
                         waits.append(_retry_after(answer))
                     elif answer.status_code == 503:
-                        backend.mark_down()
+                        refused = await _refusal(backend, answer)
+                        if refused.code in OF_REQUEST_KINDS:
+                            not_loaded = refused
+                        else:
+                            backend.mark_down()
                     elif answer.status_code != 200:
                         refused = await _refusal(backend, answer)
                         if not named or (refused.status, refused.param) != (400, "model"):
@@ -301,6 +305,8 @@ class Backends:
             raise ApiError(
                 429, f"All backends are busy. Repeat the request in {seconds} s.", None, "overloaded", seconds
             )
+        if not_loaded is not None:
+            raise not_loaded
         if is_replaced:
             raise ApiError(
                 503,

@@ -17,7 +17,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
 from gateway.apis.openai import Files
-from gateway.errors import ApiError, refused
+from gateway.errors import ApiError, api_error, refused
 from model.api.body_limit import CLIENT, SCAN
 from model.api.body_scan import MAX_TEXT_BYTES
 from model.api.fair_queue import PreparationQueues
@@ -61,7 +61,7 @@ class Bodies:
         try:
             [parsed] = await self._queues.images(price).run(http.scope[CLIENT], [(price, parse)])
         except Overloaded as error:
-            raise ApiError(429, str(error), None, "overloaded", error.retry_after) from error
+            raise api_error(error) from error
         return parsed
 
 

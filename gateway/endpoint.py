@@ -15,6 +15,7 @@ KEY_VARIABLE = "PREHEAT_API_KEY"
 BASETEN_KEY_VARIABLE = "BASETEN_API_KEY"
 READY_PATH = "/v1/models/model"
 PREDICT_PATH = f"{READY_PATH}:predict"
+DESCRIBE = {"prompt": "description", "describe": True}  # a request for the description of a server
 _DEPLOYED_EXAMPLE = "https://model-ID.api.baseten.co/environments/production/predict"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
@@ -61,7 +62,7 @@ def parse_endpoint(url: str, api_key: str | None = None, variables: Mapping[str,
     PREHEAT_API_KEY.
     """
     text = url.strip()
-    parts = _split(text if _SCHEME.match(text) else f"http://{text.removeprefix('//')}", url)
+    parts = split_url(text if _SCHEME.match(text) else f"http://{text.removeprefix('//')}", url)
     host = parts.hostname or ""
     is_baseten = host == "baseten.co" or host.endswith(".baseten.co")
     if is_baseten and not _SCHEME.match(text):
@@ -82,7 +83,8 @@ def parse_endpoint(url: str, api_key: str | None = None, variables: Mapping[str,
     return Endpoint(text, parts.geturl(), host in LOOPBACK, is_deployed, key)
 
 
-def _split(text: str, given: str) -> SplitResult:
+def split_url(text: str, given: str) -> SplitResult:
+    """Return the parts of a server's URL. `given`: as the user wrote it. Raises BadEndpoint."""
     if "@" in text.partition("://")[2].partition("/")[0]:
         raise BadEndpoint("The URL has a user name or a password.", f"Leave it out, and set {KEY_VARIABLE} for a key.")
     try:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from starlette.responses import JSONResponse
 
 from model.errors import PreheatError
+from model.statuses import retry_after, status_of
 
 # Fields of Preheat's requests -> parameters of OpenAI's API, where they differ.
 _PARAMETERS = {"num_images": "n", "width": "size", "height": "size", "masks": "mask"}
@@ -53,6 +54,12 @@ class ApiError(PreheatError):
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return JSONResponse(body, self.status, headers)
+
+
+def api_error(error: PreheatError) -> ApiError:
+    """Return the error of a request that the gateway itself does not pass on, with the status that a server has."""
+    status, kind = status_of(error)
+    return ApiError(status, str(error), None, kind, retry_after(error))
 
 
 def refused(param: str | None, message: str, code: str = "invalid_value") -> ApiError:

@@ -10,9 +10,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from gateway.errors import ApiError
-from model.api.shutdown import RETRY_SECONDS, wait_for_end, wait_for_shutdown
-from model.errors import PreheatError, Unavailable
+from gateway.errors import api_error
+from model.api.shutdown import wait_for_end, wait_for_shutdown
+from model.errors import Unavailable
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ async def unless_disconnected(http: Request, work: Awaitable[T]) -> T:
     try:
         await asyncio.wait((working, ending), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise stopping(error) if isinstance(error := ending.result(), Unavailable) else ClientDisconnect
+            raise api_error(error) if isinstance(error := ending.result(), Unavailable) else ClientDisconnect
         return working.result()
     finally:
         for task in (working, ending):
@@ -53,7 +53,7 @@ async def until_shutdown(http: Request, events: AsyncIterator[T]) -> AsyncIterat
     except TimeoutError:
         if not limit.expired():
             raise
-        raise stopping(ending.result()) from None
+        raise api_error(ending.result()) from None
     finally:
         ending.cancel()
 
@@ -75,8 +75,3 @@ class ClosingStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             await self._stack.aclose()
-
-
-def stopping(error: PreheatError) -> ApiError:
-    """Return the error of a request that the stopping gateway does not finish."""
-    return ApiError(503, str(error), None, "unavailable", RETRY_SECONDS)

@@ -4,6 +4,7 @@ Steps per second: rate(preheat_steps_total). Images per second: rate(preheat_ima
 """
 
 import os
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -13,6 +14,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from model.pipeline.components import unets
 from model.pipeline.params import Task
+from model.statuses import STATUSES
 
 # Upper bounds of the histograms.
 _SECONDS_BOUNDS = (0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 3, 5, 8, 13, 20, 30, 60, 120, 300)
@@ -27,8 +29,7 @@ REQUESTS = Counter(
 )
 ERRORS = Counter(
     "preheat_errors_total",
-    "Requests without an image: refused, too_slow, too_large, overloaded, unavailable, deadline, broken_image, "
-    "overflow, adapter, release, failed, cancelled.",
+    f"Requests without an image: {', '.join(kind for _, kind in STATUSES)}.",
     ["kind"],
 )
 CANCELLATIONS = Counter(
@@ -37,7 +38,7 @@ CANCELLATIONS = Counter(
     ["state"],
 )
 QUEUE = Gauge("preheat_queue_images", "Accepted images that wait for a denoising loop.")
-QUEUE_WAIT = Histogram("preheat_queue_wait_seconds", "Time from acceptance to the first step.", buckets=_SECONDS_BOUNDS)
+QUEUE_WAIT = Histogram("preheat_queue_wait_seconds", "Time from acceptance to joining a loop.", buckets=_SECONDS_BOUNDS)
 ACTIVE = Gauge("preheat_active_images", "Images in the denoising loops of a component.", ["component"])
 STEP_IMAGES = Histogram("preheat_step_images", "Images advanced by one step.", ["component"], buckets=_IMAGES_BOUNDS)
 STEP_SECONDS = Histogram(
@@ -115,24 +116,26 @@ GPU_MEMORY = Gauge(
 )
 HOST_MEMORY = Gauge("preheat_host_memory_bytes", "Resident memory of the server and its workers; 0: not known.")
 
-# All labels exist from the start, so that a rate includes the first event.
-for _kind in (
-    "refused", "too_slow", "too_large", "overloaded", "unavailable", "deadline", "broken_image", "overflow", "adapter",
-    "release", "failed", "cancelled",
-):  # fmt: skip
-    ERRORS.labels(_kind)
-for _state in ("decoding", "queued", "running"):
-    CANCELLATIONS.labels(_state)
-for _outcome in ("compared", "dropped", "failed"):
-    COMPARISONS.labels(_outcome)
-for _outcome in ("open", "fill", "failed"):
-    RELEASE_LOADS.labels(_outcome)
-for _task in get_args(Task):
-    IMAGES.labels(_task)
-    REQUEST_SECONDS.labels(_task)
-for _unet in unets():
-    ACTIVE.labels(_unet.name)
-    STEPS.labels(_unet.name)
+
+def _create_labels() -> None:
+    """Create all labels, so that a rate includes the first event."""
+    labels: dict[Counter | Gauge | Histogram, Iterable[str]] = {
+        ERRORS: (kind for _, kind in STATUSES),
+        CANCELLATIONS: ("decoding", "queued", "running"),
+        ADAPTER_LOOKUPS: ("read", "missing", "refused", "failed"),
+        COMPARISONS: ("compared", "dropped", "failed"),
+        RELEASE_LOADS: ("open", "fill", "failed"),
+        IMAGES: get_args(Task),
+        REQUEST_SECONDS: get_args(Task),
+        ACTIVE: (unet.name for unet in unets()),
+        STEPS: (unet.name for unet in unets()),
+    }
+    for metric, values in labels.items():
+        for value in values:
+            metric.labels(value)
+
+
+_create_labels()
 
 
 def _resident_bytes() -> float:

@@ -13,7 +13,8 @@ from benchmarks.compare import FIELDS, RELEASE
 from benchmarks.comparison import Comparison, Variant
 from engine_builder.quantization.validation.contact_sheet import AMPLIFICATION, Cell, draw_cells
 from model.denoising.forecast import evaluation_count
-from model.images.encode import Pixels, encode_base64
+from model.images.encode import encode_base64
+from model.images.pixels import Pixels
 from model.pipeline.params import GenerationParams
 from preheat.console import plain
 

@@ -214,13 +214,13 @@ def parse_size(size: str, option: str = "--size") -> tuple[int, int]:
     return int(width), int(height)
 
 
-def parse_lora(text: str, option: str = "--lora") -> dict[str, str | float]:
+def parse_lora(text: str) -> dict[str, str | float]:
     """Parse "NAME:SCALE", or "NAME" for the scale 1, into an entry of a request. Raises typer.BadParameter."""
     name, colon, scale = text.partition(":")
     try:
         return {"name": name, "scale": float(scale) if colon else 1.0}
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is not NAME:SCALE, for example style:0.8", param_hint=option) from None
+        raise typer.BadParameter(f"{text!r} is not NAME:SCALE, for example style:0.8", param_hint="--lora") from None
 
 
 def parse_bucket(text: str, option: str = "--size") -> tuple[int, int, int]:

@@ -22,12 +22,13 @@ import yaml
 from model.api.body_limit import MAX_BODY_BYTES, MAX_TOTAL_BODY_BYTES
 from model.api.body_scan import MAX_TEXT_BYTES
 from model.api.fair_queue import MAX_WAITING
-from model.api.service import HEARTBEAT_SECONDS, STATUS
+from model.api.service import HEARTBEAT_SECONDS
 from model.images.containers import MAX_JPEG_SCAN_PIXELS, MAX_JPEG_SCANS
 from model.images.inputs import MAX_FILE_BYTES, MAX_INPUT_PIXELS, MAX_INPUT_SIDE, MAX_REQUEST_PIXELS
 from model.images.postprocess import RING_WIDTH
 from model.request_fields import Defaults, GenerationRequest
 from model.settings import Limits, Settings
+from model.statuses import STATUSES
 from model.validation import MAX_PROMPT_WEIGHT
 from preheat.docs_pages import request_reference
 from tests.support.commands import command_tree
@@ -153,7 +154,7 @@ def test_request_reference_is_current() -> None:
 def test_request_reference_has_every_status_and_limit() -> None:
     text = request_reference.PAGE.read_text()
     rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", text[text.index("## Status codes") :], re.MULTILINE)
-    assert sorted((int(status), kind) for status, kind in rows) == sorted([*STATUS.values(), (500, "failed")])
+    assert sorted((int(status), kind) for status, kind in rows) == sorted(STATUSES)
     words = " ".join(text.split())
     for limit in (
         f"more than {MAX_FILE_BYTES // 2**20} MiB, {MAX_INPUT_PIXELS // 10**6} megapixels or {MAX_INPUT_SIDE:,} pixels",

@@ -14,7 +14,7 @@ from tests.support.repository import PACKAGES, REPOSITORY
 
 # From the bottom to the top: a module imports its own layer and those before it. A layer is a set of folders and files.
 LAYERS: tuple[set[str], ...] = (
-    {"errors"},
+    {"errors", "statuses"},
     {"validation"},
     {"store"},
     {"settings", "cold_start", "child_process"},

@@ -23,7 +23,7 @@ from engine_builder.checkpoints.find import find_checkpoints
 from engine_builder.quantization.validation.compare import validation_requests
 from engine_builder.quantization.validation.distances import psnr
 from model.denoising.sampler_specs import SPECS
-from model.images.encode import Pixels
+from model.images.pixels import Pixels
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import GenerationParams
 from model.pipeline.request_plan import plan_request

@@ -28,7 +28,7 @@ from engine_builder.quantization.validation.report import describe
 from engine_builder.quantization.validation.stored import write_validation
 from engine_builder.quantization.validation.thresholds import Thresholds, violations
 from engine_builder.stores.store import open_writable_store
-from model.images.encode import Pixels
+from model.images.pixels import Pixels
 from model.pipeline.params import GenerationParams
 from model.store.precision import FP8, FP16, FP32, INT8, Precision
 from training.pictures.evaluation_set import EvaluationCaption, evaluation_set

@@ -22,7 +22,7 @@ from engine_builder.adapters.options import (
     stated_scales,
 )
 from engine_builder.embeddings.read import EmbeddingFiles
-from engine_builder.files import read_file
+from engine_builder.files import PICKLE_SUFFIXES, read_file
 from model.adapters.changes import Change
 from model.adapters.layers import Layer
 from model.store.manifest_json import printable
@@ -35,7 +35,6 @@ _INTEGERS = ("I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64")  # kohya's ex
 _PEFT_WEIGHTS, _PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # of a folder that PEFT wrote
 _DIFFUSERS_WEIGHTS = "pytorch_lora_weights.safetensors"  # of a folder that diffusers wrote
 _METADATA = "lora_adapter_metadata"  # diffusers' entry in the header: the options of PEFT
-_PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
 _MAX_NAMED = 5  # files or embeddings in one message
 
 
@@ -67,7 +66,7 @@ class AdapterFile:
 def open_adapter(path: Path) -> AdapterFile:
     """Read a safetensors file, or the folder of one that PEFT or diffusers wrote. Raises BadAdapter."""
     path = _file_in(path) if path.is_dir() else path
-    if path.suffix in _PICKLES:
+    if path.suffix in PICKLE_SUFFIXES:
         raise BadAdapter(f"{path} may hold a pickle, which can run code. It was not opened.")
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
@@ -179,7 +178,7 @@ def _file_in(folder: Path) -> Path:
         return found[0]
     if found:
         raise BadAdapter(f"{folder} has several files: {_listed(path.name for path in found)}.", "Name one of them.")
-    pickles = [path.name for path in files if path.suffix in _PICKLES]
+    pickles = [path.name for path in files if path.suffix in PICKLE_SUFFIXES]
     other = f" {_listed(pickles)} may hold a pickle, which can run code." if pickles else ""
     raise BadAdapter(f"{folder} has no safetensors file, such as {_PEFT_WEIGHTS} or {_DIFFUSERS_WEIGHTS}.{other}")
 

@@ -16,7 +16,7 @@ from engine_builder.building.eager_model import eager_engines, open_eager_model,
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.checkpoints.scheduler_config import read_scheduler
 from model.denoising.sampler_specs import sampler_spec
-from model.images.encode import Pixels
+from model.images.pixels import Pixels
 from model.pipeline import spec as names
 from model.pipeline.components import FAMILIES
 from model.pipeline.params import GenerationParams, Mask

@@ -13,7 +13,7 @@ from engine_builder.networks.ip_adapter import components_of_ip_adapters
 from engine_builder.networks.network import ModuleReader, Network, load_network
 from model.api.resolve import resolve
 from model.engines.engine import EngineSet
-from model.images.encode import Pixels
+from model.images.pixels import Pixels
 from model.loading.served import ServedModel, SizeRange, read_defaults
 from model.pipeline.components import FAMILIES, find_component
 from model.pipeline.loaded_model import LoadedModel

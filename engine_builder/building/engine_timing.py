@@ -18,20 +18,18 @@ def largest_inputs(signature: Signature, bucket: Bucket, device: str) -> dict[st
     return example_inputs(signature, *sizes_of(bucket, "max"), device)
 
 
-def time_engine(
-    engine: Engine, inputs: Mapping[str, torch.Tensor], warm_ups: int = WARM_UPS, runs: int = RUNS
-) -> Benchmark:
-    """Return the median milliseconds of `runs` calls until their outputs are complete. Warm-ups are not counted."""
+def time_engine(engine: Engine, inputs: Mapping[str, torch.Tensor]) -> Benchmark:
+    """Return the median milliseconds of `RUNS` calls until their outputs are complete. Warm-ups are not counted."""
     on_gpu = next(iter(inputs.values())).is_cuda
     milliseconds = []
     with torch.inference_mode():
-        for number in range(warm_ups + runs):
+        for number in range(WARM_UPS + RUNS):
             if on_gpu:
                 torch.cuda.synchronize()
             started = time.perf_counter()
             engine.run(inputs)
             if on_gpu:
                 torch.cuda.synchronize()
-            if number >= warm_ups:
+            if number >= WARM_UPS:
                 milliseconds.append((time.perf_counter() - started) * 1000)
-    return Benchmark(median=round(statistics.median(milliseconds), 4), runs=runs)
+    return Benchmark(median=round(statistics.median(milliseconds), 4), runs=RUNS)

@@ -14,8 +14,8 @@ from model.denoising.buffers import SAMPLE
 from model.engines.features import FEATURES, engine_name, has, parse_name
 from model.engines.shapes import bind_shapes
 from model.engines.signatures import control_types
-from model.images.encode import Pixels
 from model.images.fit import reference_square
+from model.images.pixels import Pixels
 from model.pipeline.components import find_component
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import Control, ImagePrompt

@@ -2,10 +2,10 @@
 
 Each entry that a class of diffusers reads is in one of four groups:
 
-- the noise that the model was trained with: used, or refused (`NoiseSchedule`, `EdmSchedule`, `_MODEL`);
-- how the class samples: used, or built as another setting with a warning (`_OPTIONS`), because it is only the default
+- the noise that the model was trained with: used (`USUAL`), or refused (`MODEL`);
+- how the class samples: used, or built as another setting with a warning (`OPTIONS`), because it is only the default
   of requests;
-- without effect on the images, given the values of the others (`_WITHOUT_EFFECT`);
+- without effect on the images, given the values of the others (`WITHOUT_EFFECT`);
 - of another class: ignored, as diffusers does.
 
 A class that is not served is built as the nearest sampler, with a warning (`REPLACED_CLASSES`).
@@ -60,7 +60,7 @@ class _Option(NamedTuple):
     replaced: tuple[Any, ...]
 
 
-_OPTIONS: dict[str, _Option] = {
+OPTIONS: dict[str, _Option] = {
     "use_karras_sigmas": _Option((False, None), (True,)),
     "use_exponential_sigmas": _Option((False, None), (True,)),
     "use_beta_sigmas": _Option((False, None), (True,)),
@@ -76,13 +76,13 @@ _OPTIONS: dict[str, _Option] = {
     "sigma_schedule": _Option(("karras",), ("exponential",)),
 }
 # Entries that describe a model of another kind, with the values of the models that are served.
-_MODEL: dict[str, tuple[Any, ...]] = {
+MODEL: dict[str, tuple[Any, ...]] = {
     "trained_betas": (None,),
     "use_flow_sigmas": (False, None),
     "timestep_type": ("discrete", "continuous"),  # continuous: see `_check_model`
     "variance_type": (None, "fixed_small", "fixed_small_log", "fixed_large", "fixed_large_log"),
 }
-_WITHOUT_EFFECT = {
+WITHOUT_EFFECT = {
     # parameters of clip_sample and thresholding
     "clip_sample_range", "dynamic_thresholding_ratio", "sample_max_value",
     # parameters of flow sigmas
@@ -133,7 +133,7 @@ _BETAS: dict[str, tuple[float, float, str]] = {
     "TCDScheduler": (0.00085, 0.012, "scaled_linear"),
 }
 # For remedies: the values of SDXL, Stable Diffusion 1 and 2, and of Playground V2.5 for its formulation.
-_USUAL = {
+USUAL = {
     "num_train_timesteps": "1000", "beta_start": "0.00085", "beta_end": "0.012", "beta_schedule": "scaled_linear",
     "prediction_type": "epsilon, or v_prediction", "timestep_spacing": "leading", "steps_offset": "1",
     "set_alpha_to_one": "false", "rescale_betas_zero_snr": "false", "original_inference_steps": "50",
@@ -221,10 +221,10 @@ def read_scheduler_config(
     except InvalidSchedule as error:
         raise CheckpointError(
             f"{path}: {error.field} {error.problem}",
-            f"Set the value that the model was trained with; it is commonly {_USUAL[error.field]}.",
+            f"Set the value that the model was trained with; it is commonly {USUAL[error.field]}.",
         ) from error
     # 4. the config of the scheduler of diffusers that denoises as this release does
-    config |= {key: option.served[0] for key, option in _OPTIONS.items() if key in config or key == "clip_sample"}
+    config |= {key: option.served[0] for key, option in OPTIONS.items() if key in config or key == "clip_sample"}
     if isinstance(schedule, NoiseSchedule):
         config |= {key: getattr(schedule, key) for key in ("beta_start", "beta_end", "beta_schedule")}
     class_name, settings = sampler.implementation(is_edm)
@@ -243,11 +243,11 @@ def _implemented(name: str, options: Mapping[str, Any]) -> specs.SamplerSpec | N
 
 def _check_model(name: str, config: Mapping[str, Any], path: str) -> None:
     """Raise CheckpointError for an entry of a model of another kind."""
-    for key in set(_MODEL) & set(config) & set(CLASS_KEYS.get(name, _MODEL)):
-        if not _is_one_of(config[key], _MODEL[key]):
+    for key in set(MODEL) & set(config) & set(CLASS_KEYS.get(name, MODEL)):
+        if not _is_one_of(config[key], MODEL[key]):
             raise CheckpointError(
                 f"{path}: {key} is {config[key]!r:.80}. Such models are not supported.",
-                f"Set {json.dumps(_MODEL[key][0])} if the model was trained without it.",
+                f"Set {json.dumps(MODEL[key][0])} if the model was trained without it.",
             )
     continuous = name == "EulerDiscreteScheduler" and config.get("timestep_type") == "continuous"
     if continuous and config.get("prediction_type") == "v_prediction":
@@ -263,9 +263,9 @@ def _served_sampler(name: str, config: Mapping[str, Any], path: str) -> tuple[sp
     replaced: dict[str, Any] = {}
     is_dpm, karras = name == _DPM, config.get("use_karras_sigmas") is True
     for key in CLASS_KEYS[name]:
-        if key not in _OPTIONS or key not in config:
+        if key not in OPTIONS or key not in config:
             continue
-        value, option = config[key], _OPTIONS[key]
+        value, option = config[key], OPTIONS[key]
         if _is_one_of(value, option.served) or (is_dpm and karras and key == "use_karras_sigmas"):
             continue
         if not _is_one_of(value, option.replaced) and type(value) not in option.replaced:
@@ -282,7 +282,7 @@ def _served_sampler(name: str, config: Mapping[str, Any], path: str) -> tuple[sp
             sampler = NEAREST_TO_OPTIONS.get((key, value), sampler)
     return sampler, {
         f"{key} {json.dumps(value)} is not served for {name}": f"{sampler.name} "
-        f"with {json.dumps(_OPTIONS[key].served[0])}"
+        f"with {json.dumps(OPTIONS[key].served[0])}"
         if sampler is own
         else f"{sampler.name}, the nearest one"
         for key, value in replaced.items()

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from engine_builder.files import PICKLE_SUFFIXES
 from model.errors import PreheatError
 
-_PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
 # The keys of kohya's scripts and diffusers' pivotal tuning, and those of diffusers' older scripts.
 _SDXL_KEYS = (("clip_l", "clip_g"), ("text_encoders_0", "text_encoders_1"))
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -90,7 +90,7 @@ def describe_width(width: int) -> str:
 
 def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Read a safetensors file. Raises BadEmbedding."""
-    if path.suffix in _PICKLES:
+    if path.suffix in PICKLE_SUFFIXES:
         raise BadEmbedding(f"{path} may hold a pickle, which can run code. It was not opened.")
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:

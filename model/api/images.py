@@ -17,7 +17,8 @@ from model.api.resolve import resolve
 from model.errors import Cancelled, RequestRefused
 from model.images.fit import check_fit, fit, reference_square
 from model.images.inputs import MAX_REQUEST_PIXELS, InputImage, decode_mask, decode_rgb, read_image, read_mask
-from model.images.postprocess import Pixels, feather
+from model.images.pixels import Pixels
+from model.images.postprocess import feather
 from model.loading.served import ServedModel
 from model.pipeline.params import REPAINTED_LEVEL, Control, GenerationParams, ImagePrompt, Mask
 from model.request_fields import ControlRequest, GenerationRequest, MaskRequest

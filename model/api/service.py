@@ -8,10 +8,8 @@ with `describe`. The line has the prompt only if the deployment logs prompts. Th
 import asyncio
 import json
 import logging
-import re
 import time
-import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -28,29 +26,23 @@ from model.api.fair_queue import CLIENT_HEADER, SMALL_PRICE, PreparationQueues
 from model.api.images import read_images, reading_price
 from model.api.json_bytes import json_bytes
 from model.api.request import GenerationResponse, ImageResult
+from model.api.request_id import request_id
 from model.api.resolve import find_release, resolve
-from model.api.shutdown import RETRY_SECONDS, wait_for_end
+from model.api.shutdown import wait_for_end
 from model.cold_start import ColdStart
 from model.errors import (
-    AdapterError,
-    AdapterNotReady,
-    BodyTooLarge,
-    BodyTooSlow,
     BrokenImage,
     Cancelled,
     DeadlineExceeded,
-    OverflowingRequest,
-    Overloaded,
     PreheatError,
-    ReleaseNotLoaded,
     RequestRefused,
-    Unavailable,
 )
 from model.loading.served import ServedModel, ServedRelease
 from model.pipeline.params import GenerationParams
 from model.request_fields import GenerationRequest
 from model.scheduling.interface import JobScheduler, RequestJob
 from model.scheduling.job import GenerationResult, ImageEvent, StepEvent
+from model.statuses import retry_after, status_of
 from model.store.adapter_record import AdapterRecord
 
 logger = logging.getLogger("preheat")
@@ -58,23 +50,6 @@ logger = logging.getLogger("preheat")
 HEARTBEAT_SECONDS = 1.0
 MAX_DESCRIBED = 1000  # adapters in a description
 CHARACTER_PRICE = 1000  # of a prompt, in pixels: the longest texts of eight masks take two seconds to tokenize
-_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
-# Error -> HTTP status, and the name under which it is counted. 499: the client has left.
-STATUS: dict[type[PreheatError], tuple[int, str]] = {
-    OverflowingRequest: (422, "overflow"),
-    RequestRefused: (400, "refused"),
-    BodyTooSlow: (408, "too_slow"),
-    BodyTooLarge: (413, "too_large"),
-    Overloaded: (429, "overloaded"),
-    Cancelled: (499, "cancelled"),
-    BrokenImage: (500, "broken_image"),
-    AdapterError: (500, "adapter"),
-    AdapterNotReady: (503, "adapter_not_ready"),
-    ReleaseNotLoaded: (503, "release"),
-    Unavailable: (503, "unavailable"),
-    DeadlineExceeded: (504, "deadline"),
-}
-_OTHER_ERROR = (500, "failed")
 T = TypeVar("T")
 Watcher = asyncio.Task[PreheatError]
 """Returns the error of a request whose client leaves, whose deadline passes, or whose server stops. Cancelled at the
@@ -118,7 +93,7 @@ class Service:
 
     async def answer(self, request: GenerationRequest, http: Request) -> Response | GenerationResponse:
         """Return the response. A caller of predict_binary gets the bare body, which Truss writes as msgpack."""
-        context = RequestContext(_request_id(http.headers), time.perf_counter(), request.stream, request.prompt)
+        context = RequestContext(request_id(http.headers), time.perf_counter(), request.stream, request.prompt)
         headers = {"X-Request-Id": context.id}
         try:
             model = find_release(self._names, request.model)
@@ -243,7 +218,7 @@ class Service:
 
     def refuse(self, scope: Scope, error: PreheatError) -> JSONResponse:
         """Return the answer to a request that is refused before it is parsed, from its ASGI scope."""
-        context = RequestContext(_request_id(Headers(scope=scope)), time.perf_counter(), stream=False, prompt="")
+        context = RequestContext(request_id(Headers(scope=scope)), time.perf_counter(), stream=False, prompt="")
         return self._error_response(context, error)
 
     def _watch(self, http: Request) -> Watcher:
@@ -323,16 +298,14 @@ class Service:
 
     def _error_response(self, context: RequestContext, error: BaseException) -> JSONResponse:
         """Count and log a request that ended without images, and return its answer."""
-        status, kind = next((answer for known, answer in STATUS.items() if isinstance(error, known)), _OTHER_ERROR)
+        status, kind = status_of(error)
         metrics.ERRORS.labels(kind).inc()
         body = {"error": str(error), "kind": kind}
         headers = {"X-Request-Id": context.id}
         if isinstance(error, RequestRefused):
             body["field"] = error.field
-        if isinstance(error, Overloaded):
-            headers["Retry-After"] = str(error.retry_after)
-        elif isinstance(error, Unavailable):
-            headers["Retry-After"] = str(RETRY_SECONDS)
+        if seconds := retry_after(error):
+            headers["Retry-After"] = str(seconds)
         elif isinstance(error, BrokenImage) and context.params is not None:
             body["error"] += f" The request's seed was {context.params.seed}."
         elif kind == "failed":
@@ -356,14 +329,6 @@ class Service:
         if self._log_prompts:
             entry["prompt"] = context.prompt
         logger.log(logging.ERROR if status >= 500 else logging.INFO, json.dumps(entry))
-
-
-def _request_id(headers: Mapping[str, str]) -> str:
-    """Return the caller's X-Request-Id if it is safe to log, else the platform's, else a new one."""
-    for name in ("X-Request-Id", "X-Baseten-Request-Id"):
-        if _REQUEST_ID.fullmatch(value := headers.get(name, "")):
-            return value
-    return uuid.uuid4().hex
 
 
 def _image(params: GenerationParams, image: ImageEvent) -> ImageResult:

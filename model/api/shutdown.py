@@ -20,7 +20,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from model.api.body_limit import BODY
 from model.errors import Cancelled, PreheatError, Unavailable
 
-RETRY_SECONDS = 5  # after which a request that found no server is repeated
 _BODY_SECONDS = 5.0  # from the beginning of the shutdown to the end of a body
 _ANSWER_SECONDS = 5.0  # after the grace period, to send the answers
 _KEY = "preheat.shutdown"  # of an ASGI scope

@@ -8,7 +8,8 @@ Approach to Edge Detection", 1986.
 import numpy as np
 import numpy.typing as npt
 
-Pixels = npt.NDArray[np.uint8]
+from model.images.pixels import Pixels
+
 Ints = npt.NDArray[np.int16]
 
 LOW_THRESHOLD, HIGH_THRESHOLD = 100, 200  # of the norm; those of diffusers' examples

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from model.images.encode import Pixels
+from model.images.pixels import Pixels
 
 
 def psnr(reference: Pixels, found: Pixels) -> float:

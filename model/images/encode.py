@@ -9,17 +9,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from PIL import Image
 
 from model.errors import BrokenImage
 from model.images.jpeg_strips import encode_in_strips
 from model.images.metadata import add_to_jpeg, exif, png_text
+from model.images.pixels import Pixels
 from model.validation import ImageFormat
-
-Pixels = npt.NDArray[np.uint8]  # [height, width, 3]
 
 
 def to_levels(decoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

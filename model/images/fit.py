@@ -8,14 +8,13 @@ afterwards.
 from math import ceil, floor
 
 import numpy as np
-import numpy.typing as npt
 from PIL import Image
 
 from model.errors import RequestRefused
 from model.images.inputs import MAX_INPUT_PIXELS
+from model.images.pixels import Pixels
 from model.validation import Resize
 
-Pixels = npt.NDArray[np.uint8]
 Size = tuple[int, int]  # width, height
 _LANCZOS_REACH = 3  # source pixels on each side, of an image that is enlarged; the bicubic filter's is 2
 

@@ -20,14 +20,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from PIL import Image
 
 from model.errors import RequestRefused
 from model.images.containers import Container, InvalidFile, read_container
+from model.images.pixels import Pixels
 from model.validation import format_value
-
-Pixels = npt.NDArray[np.uint8]
 
 MAX_FILE_BYTES = 32 * 2**20
 MAX_INPUT_PIXELS = 32_000_000

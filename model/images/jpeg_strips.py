@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
-import numpy as np
-import numpy.typing as npt
+from model.images.pixels import Pixels
 
 _BLOCK_SIDE = 16  # pixels of a block with colour at half resolution
 _MIN_STRIP_PIXELS = 2**16  # about half a millisecond of work
@@ -26,8 +25,8 @@ def _thread_pool() -> ThreadPoolExecutor:
 
 
 def encode_in_strips(
-    pixels: npt.NDArray[np.uint8],
-    encode: Callable[[npt.NDArray[np.uint8]], bytes],
+    pixels: Pixels,
+    encode: Callable[[Pixels], bytes],
     max_strips: int = _MAX_STRIPS,
     min_strip_pixels: int = _MIN_STRIP_PIXELS,
 ) -> bytes:

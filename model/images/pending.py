@@ -3,7 +3,7 @@
 import torch
 
 from model.cuda.graphs import CAPTURING
-from model.images.encode import Pixels
+from model.images.pixels import Pixels
 
 
 class PendingImage:

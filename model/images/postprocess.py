@@ -4,7 +4,8 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageFilter
 
-Pixels = npt.NDArray[np.uint8]  # [height, width, 3] of an image, [height, width] of a mask
+from model.images.pixels import Pixels
+
 Bits = npt.NDArray[np.bool_]
 
 RING_WIDTH = 32  # pixels

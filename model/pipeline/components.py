@@ -26,6 +26,6 @@ def find_component(name: str) -> ComponentSpec:
     return replace(COMPONENTS[component], name=name, signature=signature, features=features, bands=bands, optional=True)
 
 
-def unets(components: Components = COMPONENTS) -> tuple[ComponentSpec, ...]:
+def unets() -> tuple[ComponentSpec, ...]:
     """Return the UNets of all parts, which denoising loops run."""
-    return tuple(spec for spec in components.values() if spec.is_denoiser)
+    return tuple(spec for spec in COMPONENTS.values() if spec.is_denoiser)

@@ -8,9 +8,8 @@ from model.validation import SEED_COUNT, Forecast, ImageFormat, PromptSyntax
 
 if TYPE_CHECKING:  # the request's schema is needed before numpy is imported
     from model.adapters.layers import AdapterSet
-    from model.images.encode import Pixels
     from model.images.metadata import Metadata
-    from model.images.postprocess import Pixels as MaskPixels
+    from model.images.pixels import Pixels
 
 REPAINTED_LEVEL = 128  # of 0 to 255; diffusers' `VaeImageProcessor.binarize` has the same threshold, 0.5
 
@@ -24,7 +23,7 @@ class Mask:
     levels: uint8 [height, width]. Pixels with a level of at least 128 are repainted. `composite` blends by the level.
     """
 
-    levels: "MaskPixels" = field(compare=False, repr=False)
+    levels: "Pixels" = field(compare=False, repr=False)
     prompt: str
     negative_prompt: str | None
     strength: float
@@ -41,7 +40,7 @@ class Control:
     """
 
     name: str
-    levels: "MaskPixels" = field(compare=False, repr=False)
+    levels: "Pixels" = field(compare=False, repr=False)
     scale: float
     start: float
     end: float
@@ -57,7 +56,7 @@ class ImagePrompt:
     """
 
     name: str
-    levels: "MaskPixels" = field(compare=False, repr=False)
+    levels: "Pixels" = field(compare=False, repr=False)
     scale: float
 
 

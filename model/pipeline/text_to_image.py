@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from model.cuda.streams import StageTimer
 from model.denoising.loop import ImageState, Loop, has_room
-from model.images.encode import Pixels
+from model.images.pixels import Pixels
 from model.pipeline.encoded_once import EncodedOnce
 from model.pipeline.loaded_model import LoadedModel, LoopKey
 from model.pipeline.overflow import CHECKS, broken_images

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from model import metrics
 from model.cuda.probe import DeviceProbe
 from model.images.distance import psnr
-from model.images.encode import Pixels
+from model.images.pixels import Pixels
 from model.pipeline.encoded_once import EncodedOnce
 from model.pipeline.loaded_model import LoadedModel, make_loop
 from model.pipeline.params import GenerationParams

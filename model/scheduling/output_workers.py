@@ -11,9 +11,10 @@ import numpy as np
 
 from model import metrics
 from model.denoising.loop import ImageState
-from model.images.encode import Pixels, encode_base64
+from model.images.encode import encode_base64
 from model.images.metadata import metadata_text
 from model.images.pending import PendingImage
+from model.images.pixels import Pixels
 from model.images.postprocess import color_match, composite, union, upscale
 from model.pipeline.overflow import CHECKS, broken_images
 from model.pipeline.params import GenerationParams

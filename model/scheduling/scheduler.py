@@ -27,7 +27,7 @@ import torch
 from model import metrics
 from model.denoising.loop import ImageState, Loop
 from model.errors import AdapterError, BrokenImage, PreheatError, ReleaseNotLoaded, Unavailable
-from model.images.encode import Pixels
+from model.images.pixels import Pixels
 from model.pipeline.params import GenerationParams
 from model.pipeline.preview import Preview
 from model.pipeline.runner import Runner

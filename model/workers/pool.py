@@ -138,12 +138,6 @@ class WorkerPool:
         with self._lock:
             return frozenset().union(*(worker.status.adapters for worker in self._serving()))
 
-    @property
-    def pids(self) -> list[int]:
-        """The process ids of the workers."""
-        with self._lock:
-            return [worker.pid for worker in self._workers.values()]
-
     def close(self) -> None:
         """End the workers. All accepted requests are answered with Unavailable."""
         self._closed.set()

@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from engine_builder.files import check_writable, write_file
-from gateway.endpoint import BASETEN_KEY_VARIABLE, KEY_VARIABLE, Endpoint, parse_endpoint
+from gateway.endpoint import BASETEN_KEY_VARIABLE, DESCRIBE, KEY_VARIABLE, Endpoint, parse_endpoint
 from preheat.commands.request_options import (
     ControlImages,
     ControlModes,
@@ -37,7 +37,6 @@ from preheat.local_server.client import generate as call
 from preheat.local_server.input_images import controls_of, ip_adapters_of, masks_of, read_image_file
 
 _WAKING = " (a deployed model that has scaled to zero takes minutes to start)"
-_DESCRIBE = {"prompt": "description", "describe": True}
 _PREVIEW_SUFFIXES = (".jpg", ".jpeg")
 Event = dict[str, Any]
 
@@ -127,7 +126,7 @@ def generate(
     if describe:
         with activity(f"Waiting for {endpoint.url}"):
             named = {"model": name} if (name := request.get("model")) is not None else {}
-            described = call(endpoint, _DESCRIBE | named, timeout)
+            described = call(endpoint, DESCRIBE | named, timeout)
         print(json.dumps(described, indent=2))
         return
     given = {name: value for name, value in request.items() if value is not None and value != []}

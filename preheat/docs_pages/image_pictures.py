@@ -18,8 +18,8 @@ from PIL import Image, ImageDraw
 from benchmarks.measure import load_in_process, release_parser
 from model.api.resolve import resolve
 from model.images.canny import canny
-from model.images.encode import Pixels
 from model.images.fit import reference_square
+from model.images.pixels import Pixels
 from model.loading.load import Loaded
 from model.pipeline.params import Control, ImagePrompt, Mask
 from model.pipeline.text_to_image import generate

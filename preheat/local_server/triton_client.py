@@ -7,6 +7,7 @@ of numbers, so large images take longer than over gRPC. Only gRPC streams previe
 import importlib
 import json
 import queue
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
@@ -185,7 +186,7 @@ def _call_grpc(
     grpc = _import_grpc()
     answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
     images: list[tuple[Event, bytes]] = []
-    client = None
+    client, end = None, time.monotonic() + timeout
     try:
         client = grpc.InferenceServerClient(address)
         client.start_stream(lambda result, error: answers.put((result, error)))
@@ -193,7 +194,7 @@ def _call_grpc(
         tensor.set_data_from_numpy(np.frombuffer(body, np.uint8))
         client.async_stream_infer(GENERATE_LOOP, [tensor], version, enable_empty_final_response=True)
         while True:
-            result, failure = answers.get(timeout=timeout)
+            result, failure = answers.get(timeout=max(0.0, end - time.monotonic()))
             if failure is not None:
                 raise _grpc_failure(address, failure)
             if (file := result.as_numpy(FILE)) is not None:

@@ -24,7 +24,7 @@ from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
 from engine_builder.releases.signing import public_key
 from model.engines.engine import EngineSet
 from model.errors import BrokenImage, RequestRefused, UntrustedRelease
-from model.images.encode import Pixels
+from model.images.pixels import Pixels
 from model.loading.load import Loaded
 from model.loading.served import ServedIpAdapter, SizeList
 from model.pipeline.components import FAMILIES

@@ -359,6 +359,19 @@ def test_repeats_only_what_was_not_started(server: Server, release: str) -> None
         assert sum("content-length" in headers for headers in broken.headers) == 2  # the description, one request
 
 
+@pytest.mark.parametrize("kind", ["adapter_not_ready", "release"])
+def test_what_a_request_names_does_not_mark_its_server_down(server: Server, release: str, kind: str) -> None:
+    answer = Answer(503, json.dumps({"error": "Not loaded.", "kind": kind}).encode())
+    with answering(release, answer) as other, running_gateway([other.url]) as url:
+        refused = generate(url)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, kind)
+        assert refused.json()["error"]["message"] == "Not loaded."
+        assert httpx.get(f"{url}/health", trust_env=False).json()["backends"][0]["up"]
+    with answering(release, answer) as other, running_gateway([other.url, server.url]) as url:
+        for _ in range(4):  # by turns
+            assert generate(url).status_code == 200
+
+
 def test_native_errors_have_the_form_of_servers() -> None:
     error = {"event": "error", "status": 400, "kind": "refused", "error": "width: no", "field": "width"}
     with answering("toy/1", lines(ACCEPTED, error)) as backend, running_gateway([backend.url]) as url:

@@ -13,7 +13,7 @@ from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.stores.store import WritableStore
 from model.api.resolve import resolve
 from model.cold_start import ColdStart
-from model.images.encode import Pixels
+from model.images.pixels import Pixels
 from model.loading.load import Loaded
 from model.loading.target import Target, detect_targets
 from model.pipeline.loaded_model import LoadedModel

@@ -9,7 +9,7 @@ from engine_builder.stores.store import WritableStore
 from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.deployment import Deployment
-from model.images.encode import Pixels
+from model.images.pixels import Pixels
 from model.loading.load import Loaded
 from model.loading.target import detect_targets
 from model.pipeline.params import GenerationParams

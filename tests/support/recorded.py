@@ -20,7 +20,7 @@ from engine_builder.networks.network import ModuleReader
 from engine_builder.quantization.policy import Policy
 from engine_builder.quantization.quantization_plan import Quantization
 from model.engines.features import GUIDED_ZEROS, engine_name, parse_name
-from model.images.encode import Pixels
+from model.images.pixels import Pixels
 from model.loading.select import Selection
 from model.loading.target import Target
 from model.pipeline.components import find_component

@@ -10,7 +10,7 @@ from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionS
 from PIL import Image
 from transformers import CLIPConfig, CLIPImageProcessor
 
-from model.images.encode import Pixels
+from model.images.pixels import Pixels
 from tests.support.toy_sdxl import save_networks
 
 NEVER = 2.0  # a threshold above every cosine

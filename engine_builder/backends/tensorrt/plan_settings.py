@@ -20,6 +20,7 @@ PLAN_VERSION = 1
 # Copies of the weights that a build holds at its peak, estimated from the documentation of parser and builder, not
 # measured. On the host: the files and the network. On the GPU: the network, and the engine while it is timed.
 _HOST_COPIES, _GPU_COPIES = 3, 2
+_MAX_KINDS = 20  # of unsupported nodes that an error lists
 _MIN_WORKSPACE_BYTES = 256 * 2**20
 
 Shape = tuple[int, ...]
@@ -142,7 +143,7 @@ def check_build_memory(
             )
 
 
-def describe_unsupported(nodes: Iterable[tuple[str, str, str]], limit: int = 20) -> str:
+def describe_unsupported(nodes: Iterable[tuple[str, str, str]]) -> str:
     """List nodes (operator, name, reason) by frequency: "Op x3 (first: node_name): reason; ..."."""
     groups: dict[tuple[str, str], list[str]] = {}
     for operator, name, reason in nodes:
@@ -151,5 +152,5 @@ def describe_unsupported(nodes: Iterable[tuple[str, str, str]], limit: int = 20)
         f"{operator} x{len(names)} (first: {names[0]}): {reason}"
         for (operator, reason), names in sorted(groups.items(), key=lambda item: -len(item[1]))
     ]
-    omitted = [f"and {len(lines) - limit} more kinds"] if len(lines) > limit else []
-    return "; ".join(lines[:limit] + omitted)
+    omitted = [f"and {len(lines) - _MAX_KINDS} more kinds"] if len(lines) > _MAX_KINDS else []
+    return "; ".join(lines[:_MAX_KINDS] + omitted)

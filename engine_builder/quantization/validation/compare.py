@@ -23,7 +23,7 @@ from model.engines.engine import EngineSet
 from model.engines.shapes import DTYPES
 from model.engines.signatures import TOKENS
 from model.errors import BrokenImage
-from model.images.encode import Pixels
+from model.images.pixels import Pixels
 from model.pipeline.components import unets
 from model.pipeline.loaded_model import LoadedModel, make_loop
 from model.pipeline.params import GenerationParams

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from engine_builder.quantization.validation.report import ValidationReport
-from model.images.encode import Pixels
+from model.images.pixels import Pixels
 
 MAX_PAIRS = 32
 AMPLIFICATION = 8  # of the absolute difference

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from model.errors import PreheatError
 from model.images.distance import psnr as picture_psnr
-from model.images.encode import Pixels
+from model.images.pixels import Pixels
 
 # Wang, Simoncelli and Bovik, "Multi-scale structural similarity for image quality assessment", Asilomar 2003.
 SCALE_WEIGHTS = (0.0448, 0.2856, 0.3001, 0.2363, 0.1333)  # from the picture's own resolution to a sixteenth

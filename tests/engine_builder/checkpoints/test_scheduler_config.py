@@ -18,7 +18,11 @@ from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
 from engine_builder.checkpoints.presets import PRESETS
 from engine_builder.checkpoints.scheduler_config import (
     CLASS_KEYS,
+    MODEL,
+    OPTIONS,
     REPLACED_CLASSES,
+    USUAL,
+    WITHOUT_EFFECT,
     read_scheduler,
     read_scheduler_config,
 )
@@ -159,6 +163,11 @@ CHANGED: dict[str, tuple[Any, ...]] = {
 }
 
 
+def test_every_key_is_in_one_group() -> None:
+    grouped = [*USUAL, *OPTIONS, *MODEL, *WITHOUT_EFFECT]
+    assert sorted(grouped) == sorted(set().union(*CLASS_KEYS.values()))
+
+
 @pytest.mark.parametrize("name", CLASS_KEYS)
 def test_no_key_is_silently_wrong(name: str) -> None:
     """A key that diffusers adds to a class is missing from the tables, and fails this test."""
@@ -179,7 +188,7 @@ def test_no_key_is_silently_wrong(name: str) -> None:
                 assert compare_sampler(config, read.schedule, read.sampler) < MAX_DIFFERENCE, (key, value)
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "v": {"timestep_spacing": "trailing", "prediction_type": "v_prediction"},
     "zero SNR": {"timestep_spacing": "trailing", "prediction_type": "v_prediction", "rescale_betas_zero_snr": True},
     "linear": {"timestep_spacing": "linspace", "beta_schedule": "linear", "beta_start": 0.0001, "beta_end": 0.02},
@@ -189,7 +198,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def test_options_are_those_of_diffusers() -> None:
-    for sampler, (name, changed) in zip(SAMPLERS, itertools.cycle(OPTIONS.items()), strict=False):
+    for sampler, (name, changed) in zip(SAMPLERS, itertools.cycle(SETTINGS.items()), strict=False):
         kind, settings = DIFFUSERS_SCHEDULERS[sampler]
         read = read_scheduler_config(SDXL | changed | settings | {"_class_name": kind.__name__}, "sdxl")
         assert read.sampler == sampler and not read.warnings, name

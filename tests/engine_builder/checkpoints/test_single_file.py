@@ -27,7 +27,7 @@ from engine_builder.networks.network_check import check_configs
 from engine_builder.networks.quiet import quiet_libraries
 from engine_builder.stores.store import WritableStore
 from model.denoising.noise_schedule import NoiseSchedule
-from model.images.encode import Pixels
+from model.images.pixels import Pixels
 from model.pipeline.params import GenerationParams, Mask
 from model.pipeline.text_to_image import generate
 from model.request_fields import GenerationRequest

@@ -32,7 +32,7 @@ from engine_builder.quantization.validation.layers import comparing_layers
 from engine_builder.quantization.validation.report import LayerResult, PromptResult, ValidationReport, describe
 from engine_builder.quantization.validation.thresholds import BadThresholds, Thresholds, violations
 from model.errors import BrokenImage
-from model.images.encode import Pixels
+from model.images.pixels import Pixels
 from model.loading.load import Loaded
 from model.pipeline.components import FAMILIES
 from model.pipeline.loaded_model import LoadedModel

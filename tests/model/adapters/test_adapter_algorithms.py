@@ -17,7 +17,7 @@ from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.cold_start import ColdStart
 from model.deployment import ServedAdapters
-from model.images.encode import Pixels
+from model.images.pixels import Pixels
 from model.loading.load import Loaded
 from model.loading.target import detect_targets
 from model.pipeline.text_to_image import generate

@@ -19,7 +19,7 @@ from model.adapters.layers import Scale
 from model.cold_start import ColdStart
 from model.deployment import ServedAdapters
 from model.errors import AdapterError
-from model.images.encode import Pixels
+from model.images.pixels import Pixels
 from model.loading.load import Loaded
 from model.loading.target import detect_targets
 from model.pipeline.params import GenerationParams

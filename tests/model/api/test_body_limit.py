@@ -16,8 +16,8 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope
 
 from model.api.body_limit import CLIENT, MAX_BODY_BYTES, SMALL_BODY_BYTES, BodyLimit, BodyLimits
-from model.api.service import STATUS
 from model.errors import Overloaded, PreheatError
+from model.statuses import status_of
 from preheat.local_server.server import Server
 from tests.support.predictions import PREDICT_PATH
 from tests.support.waiting import TIMEOUT_SECONDS
@@ -27,7 +27,7 @@ LIMITS = BodyLimits(body=LIMIT, total=TOTAL)
 
 
 def refuse(scope: Scope, error: PreheatError) -> Response:
-    status = next((status for kind, (status, _) in STATUS.items() if isinstance(error, kind)), 500)
+    status, _ = status_of(error)
     return JSONResponse({"error": str(error), "id": Headers(scope=scope).get("X-Request-Id")}, status)
 
 

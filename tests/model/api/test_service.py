@@ -34,6 +34,7 @@ from model.pipeline.runner import Runner
 from model.request_fields import GenerationRequest
 from model.scheduling.scheduler import Scheduler
 from model.settings import Limits
+from model.statuses import STATUSES
 from model.store.store import Store
 from preheat.local_server.client import CallFailed, generate
 from preheat.local_server.server import Layout, Server
@@ -215,6 +216,7 @@ def test_metrics_count_a_request(client: httpx.Client, release: str) -> None:
     assert increase('preheat_images_total{task="text_to_image"}') == 2
     assert increase(f'preheat_requests_total{{release="{release}",status="200"}}') == 1
     assert increase('preheat_errors_total{kind="refused"}') == 1
+    assert {f'preheat_errors_total{{kind="{kind}"}}' for _, kind in STATUSES} <= before.keys()
     assert 2 <= increase(STEPS) <= 4
     assert increase('preheat_step_images_sum{component="unet"}') == 4
     assert increase("preheat_queue_wait_seconds_count") == 1

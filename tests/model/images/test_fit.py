@@ -9,9 +9,10 @@ from PIL import Image
 from transformers import CLIPImageProcessorPil
 
 from model.errors import RequestRefused
-from model.images.fit import Pixels, Resize, Size, check_fit, reference_square
+from model.images.fit import Resize, Size, check_fit, reference_square
 from model.images.fit import fit as fit_image
 from model.images.inputs import MAX_INPUT_PIXELS
+from model.images.pixels import Pixels
 from tests.support.images import largest_difference
 
 # From 1:3 to 3:1, landscape and portrait, with odd sides. Each is enlarged and reduced. Width, height.

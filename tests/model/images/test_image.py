@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from model.images.encode import ImageFormat, Pixels, broken_image, encode, encode_base64, to_levels
+from model.images.encode import ImageFormat, broken_image, encode, encode_base64, to_levels
 from model.images.jpeg_strips import encode_in_strips
+from model.images.pixels import Pixels
 
 RESTART_INTERVAL = b"\xff\xdd"  # the marker of a JPEG that was encoded in strips
 

@@ -10,7 +10,8 @@ from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 
 from model.images.encode import encode
-from model.images.postprocess import Pixels, color_match, composite, dilate, feather, upscale
+from model.images.pixels import Pixels
+from model.images.postprocess import color_match, composite, dilate, feather, upscale
 from model.pipeline.params import GenerationParams, Mask
 from model.scheduling.output_workers import finish
 from tests.support.images import largest_difference

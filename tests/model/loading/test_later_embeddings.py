@@ -24,7 +24,7 @@ from engine_builder.stores.store import WritableStore, open_writable_store
 from model import serving
 from model.api.resolve import resolve
 from model.cold_start import ColdStart
-from model.images.encode import Pixels
+from model.images.pixels import Pixels
 from model.loading.embeddings import may_differ_in_embeddings_only
 from model.loading.target import Target
 from model.request_fields import GenerationRequest

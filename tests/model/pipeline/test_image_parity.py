@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from model.denoising.sampler_specs import SAMPLERS
-from model.images.encode import Pixels
+from model.images.pixels import Pixels
 from model.images.postprocess import feather
 from model.loading.load import Loaded
 from model.pipeline.params import GenerationParams

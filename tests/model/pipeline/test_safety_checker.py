@@ -23,7 +23,7 @@ from engine_builder.networks.network_check import check_model
 from engine_builder.stores.store import WritableStore
 from model.errors import MissingComponent
 from model.images.clip_input import DEVIATION, clip_input
-from model.images.encode import Pixels
+from model.images.pixels import Pixels
 from model.loading.load import Loaded
 from model.loading.target import Target
 from model.pipeline.runner import Runner
