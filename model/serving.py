@@ -141,8 +141,9 @@ class EmbeddingUpdates:
         """Look for later versions now. A release that cannot be updated is logged, and goes on as it is."""
         for index, runner in enumerate(self._runners):
             try:
-                found = self._releases.find_embeddings(index, runner.model.tokenizers)
-                if found is not None and self._scheduler.call(partial(self._use, index, found)).result():
+                while (found := self._releases.find_embeddings(index, runner.model.tokenizers)) is not None:
+                    if not self._scheduler.call(partial(self._use, index, found)).result():
+                        break
                     entry = {"event": "embeddings_added", "release": self._releases.name(index)}
                     version = found.selection.manifest.name
                     logger.info(json.dumps(entry | {"version": version, "embeddings": found.tokens}))

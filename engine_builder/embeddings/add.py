@@ -26,12 +26,14 @@ from engine_builder.embeddings.read import (
 )
 from engine_builder.releases.publish import write_once
 from engine_builder.stores.store import WritableStore
+from model.deployment import version_number
+from model.loading.embeddings import may_differ_in_embeddings_only
 from model.loading.token_tables import TOKEN_TABLE
 from model.pipeline.components import FAMILIES
 from model.prompts.tokenizer import open_tokenizer
 from model.store.manifest import EMBEDDING_TOKEN, Manifest, TokenizerRecord, WeightsRecord
 
-_TOKEN_REMEDY = "Choose another token, for example <cat>."
+_TOKEN_REMEDY = "Choose another token, without spaces and in < >."
 _ROWS_REMEDY = "Build the model with more rows (`preheat build --embedding-rows`) and publish a new release."
 
 
@@ -84,6 +86,24 @@ def add_embeddings(
     )
     changed = changed.model_copy(update={"schema_version": changed.required_schema})
     return write_once(store, changed, private_key=key)
+
+
+def left_out_tokens(store: WritableStore, added: Manifest) -> tuple[str, list[str]] | None:
+    """Return the latest earlier version with tokens that `added` lacks, and these tokens; None without one.
+
+    A server that follows the embeddings of such a version does not take over `added`. Raises StoreError.
+    """
+    for name in sorted(store.releases(added.model), key=version_number, reverse=True):
+        if -1 < version_number(name) < version_number(added.name):
+            earlier = store.read_release(name)
+            if may_differ_in_embeddings_only(earlier, added):
+                lacking = sorted(_tokens(earlier) - _tokens(added))
+                return (name, lacking) if lacking else None
+    return None
+
+
+def _tokens(manifest: Manifest) -> set[str]:
+    return {token for record in manifest.tokenizers.values() for token in record.embeddings or {}}
 
 
 def open_embeddings(options: Sequence[str]) -> dict[str, EmbeddingFiles]:

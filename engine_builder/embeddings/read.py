@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from engine_builder.error_text import cause_of
 from engine_builder.files import PICKLE_SUFFIXES
 from model.errors import PreheatError
 
@@ -97,7 +98,9 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
             raise BadEmbedding(f"{path} has more than {_MAX_FILE_BYTES // 2**20} MiB.")
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}
-    except (SafetensorError, OSError, ValueError) as error:
+    except OSError as error:
+        raise BadEmbedding(f"{path} cannot be read: {cause_of(error)}.", "Name another file.") from error
+    except (SafetensorError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise BadEmbedding(f"{path} is not a complete safetensors file ({reason}).") from error
 

@@ -51,12 +51,11 @@ class NewEmbeddings:
 
 
 def later_versions(store: Store, manifest: Manifest) -> list[str]:
-    """Return the later versions of a release, the highest number first. Raises StoreError."""
+    """Return the later versions of a release, the lowest number first. Raises StoreError."""
     names = store.releases(manifest.model)
     return sorted(
         (name for name in names if version_number(name) > version_number(manifest.name)),
         key=version_number,
-        reverse=True,
     )
 
 

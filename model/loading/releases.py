@@ -6,6 +6,7 @@ which releases have a slot; see `model.scheduling.weight_slots`.
 """
 
 import copy
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -32,6 +33,8 @@ from model.store.manifest import Fp16Steps
 from model.store.store import Store
 
 _MARGIN = 1.1  # of the memory of another slot, for what grows later
+
+logger = logging.getLogger("preheat")
 
 
 class Releases:
@@ -144,9 +147,10 @@ class Releases:
         self._stopped.set()
 
     def find_embeddings(self, index: int, tokenizers: Mapping[str, ClipTokenizer]) -> NewEmbeddings | None:
-        """Return what the latest version of a release adds that differs from it in embeddings only, or None.
+        """Return what the next version of a release adds that differs from it in added embeddings only, or None.
 
-        `tokenizers`: those of the release. Raises what `read_embeddings` raises.
+        Versions are taken in their order, so that a server that starts later ends with the same one. `tokenizers`:
+        those of the release. Raises what `read_embeddings` raises.
         """
         one = self._resolved[index]
         for name in later_versions(self._store, one.selection.manifest):
@@ -163,6 +167,8 @@ class Releases:
             if found is not None:
                 return found
             self._other_versions.add((index, name))
+            current = one.selection.manifest.name
+            logger.warning("%s is not taken over: it differs from %s in more than added embeddings.", name, current)
         return None
 
     def use_embeddings(self, index: int, found: NewEmbeddings) -> None:

@@ -111,6 +111,21 @@ def test_takes_over_embeddings_of_later_versions(store: WritableStore) -> None:
         assert not np.array_equal(image(), before)
 
 
+def test_a_restart_takes_over_the_same_versions(store: WritableStore, caplog: pytest.LogCaptureFixture) -> None:
+    """Also if a version was made of the first one again, without the embedding of the version before it."""
+    second = add(store, "worded/1", "<cat>", 1)
+    with served(store, "worded/1") as image:
+        becomes(image, alone(store, second))
+        assert add(store, "worded/1", "<ink>", 2) == "worded/3"
+        eventually(lambda: f"worded/3 is not taken over: it differs from {second}" in caplog.text, "the warning")
+    caplog.clear()
+    with served(store, "worded/1") as restarted:
+        eventually(lambda: f"worded/3 is not taken over: it differs from {second}" in caplog.text, "the same choice")
+        assert np.array_equal(restarted(), alone(store, second))
+        fourth = add(store, second, "<ink>", 3)
+        becomes(restarted, alone(store, fourth))
+
+
 def test_leaves_other_versions_and_unsigned_ones(
     store: WritableStore, toy_folder: Path, target: Target, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
