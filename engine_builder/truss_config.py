@@ -16,6 +16,16 @@ PLACEHOLDER_STORES = ("s3://preheat-releases", "s3://bucket/prefix")
 """Stores of the shipped configs and of the documentation, which nobody has."""
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a mapping that has a key twice, of which YAML would take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        if repeated := [key for key in keys if keys.count(key) > 1]:
+            raise yaml.YAMLError(f"the key {repeated[0]} stands twice in one mapping{node.start_mark}")
+        return super().construct_mapping(node, deep)
+
+
 def read_truss_config(path: Path) -> Any:
     """Return the TrussConfig in a file. Raises ConfigError if the file or its content cannot be read."""
     try:
@@ -29,7 +39,7 @@ def read_truss_config(path: Path) -> Any:
         from truss.base.truss_config import TrussConfig  # type: ignore[import-untyped]
 
         try:
-            entries = yaml.safe_load(text.decode())
+            entries = yaml.load(text.decode(), _Loader)
             if not isinstance(entries, dict):
                 raise ValueError("it holds no settings by name")
             config = TrussConfig.from_dict(entries)

@@ -9,6 +9,8 @@ from model.statuses import retry_after, status_of
 
 # Fields of Preheat's requests -> parameters of OpenAI's API, where they differ.
 _PARAMETERS = {"num_images": "n", "width": "size", "height": "size", "masks": "mask"}
+# Parts of messages that name such fields.
+_WORDS = {"`width`, `height` and `resize`": "`size` and `resize`", "`width` and `height` are": "`size` is"}
 
 
 class GatewayConfigError(PreheatError):
@@ -37,11 +39,17 @@ class ApiError(PreheatError):
 
     def body(self) -> dict[str, dict[str, str | None]]:
         """Return the body of the answer."""
-        param = None if self.param is None else _PARAMETERS.get(self.param.split(".")[0], self.param)
+        param, message = self.param, str(self)
+        if param is not None:
+            param = _PARAMETERS.get(param.split(".")[0], param)
+            if message.startswith(f"{self.param}: "):
+                message = param + message.removeprefix(str(self.param))
+        for native, own in _WORDS.items():
+            message = message.replace(native, own)
         kind = "rate_limit_error" if self.status == 429 else "server_error" if self.status >= 500 else None
         return {
             "error": {
-                "message": str(self),
+                "message": message,
                 "type": kind or "invalid_request_error",
                 "param": None if param is None else param.encode("ascii", "backslashreplace").decode(),
                 "code": self.code,

@@ -94,7 +94,7 @@ class AdapterExists(StoreError):
 class AdapterError(PreheatError):
     """An adapter cannot be used: its record or its tensors are damaged, or it does not fit the release."""
 
-    remedy = "Add it again from its file (`preheat add-lora`)."
+    remedy = "Remove it (`preheat remove-lora`), then add it again from its file (`preheat add-lora`)."
 
 
 class OutOfDeviceMemory(PreheatError):

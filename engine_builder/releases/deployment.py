@@ -98,6 +98,12 @@ def check_deployment(path: Path, store: str | None = None, releases: Sequence[st
             f"The config has no public_key, so the server loads {names} without checking a signature. "
             "Sign releases with `preheat publish --sign`, and name the key."
         )
+    admitted, queued = config.runtime.predict_concurrency, settings.limits.max_queue
+    if admitted <= queued:
+        check.warnings.append(
+            f"runtime.predict_concurrency is {admitted}, and limits.max_queue {queued}: Truss holds further requests "
+            "back, so they can be neither batched nor refused. Set it to 256."
+        )
     if torch is not None:
         _check_selections(check, manifests, config, torch, settings, mount)
     return check

@@ -10,6 +10,7 @@ Requests to the store run on threads of the catalog. Imports no torch: with work
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -31,8 +32,8 @@ from model.errors import (
     UntrustedRelease,
 )
 from model.settings import Limits, Settings
-from model.store.adapter_record import AdapterRecord
-from model.store.keys import listed
+from model.store.adapter_record import AdapterRecord, cause_of_adapter
+from model.store.keys import is_adapter_name, listed
 from model.store.signature import PublicKey, check_signature
 from model.store.store import Store, open_store
 from model.validation import format_value
@@ -109,6 +110,8 @@ class AdapterCatalog:
         return {name: self._records[name].total_bytes if name in self._records else None for name in self._offered()}
 
     async def _find(self, name: str) -> AdapterRecord:
+        if not is_adapter_name(name):
+            raise self._refusal(name)
         is_known = name in self._marks and name in self._records
         with suppress(TimeoutError):
             async with asyncio.timeout(KNOWN_WAIT_SECONDS if is_known else None):
@@ -159,8 +162,9 @@ class AdapterCatalog:
             raise self._refusal(name) from error
         except (AdapterError, UntrustedRelease, CorruptBlob) as error:
             metrics.ADAPTER_LOOKUPS.labels("refused").inc()
-            logger.error("Adapter %s cannot be used. %s", name, error)
-            self._failures[name] = _Failure(mark, self._clock(), f"Adapter {name} cannot be used. {error}")
+            cause = cause_of_adapter(error)
+            logger.error("Adapter %s cannot be used. %s", name, cause)
+            self._failures[name] = _Failure(mark, self._clock(), f"Adapter {name} cannot be used. {cause}")
             raise AdapterError(self._failures[name].message, "") from error
         except StoreError as error:
             metrics.ADAPTER_LOOKUPS.labels("failed").inc()
@@ -204,7 +208,10 @@ class AdapterCatalog:
     def _refusal(self, name: str) -> RequestRefused:
         offered = self._offered()
         expected = f"one of {listed(offered)}" if offered else "no adapter: the store has none"
-        return RequestRefused("loras", f"{format_value(name)} is not offered now. Expected {expected}.")
+        note = ""
+        if is_adapter_name(name) and (left := self._listed_at + LIST_SECONDS - self._clock()) < LIST_SECONDS - 1:
+            note = f" If it is new, repeat the request in {max(1, math.ceil(left))} s."
+        return RequestRefused("loras", f"{format_value(name)} is not offered now. Expected {expected}.{note}")
 
 
 def _task(work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":

@@ -366,7 +366,7 @@ def _warnings(model: LoadedModel, plan: PassPlan, request: GenerationParams, num
     guided = [bool((one.scales > 1).any()) for one in plan.denoise.values()]
     if params.guidance_scale > 1 and params.guidance_end and not any(guided):
         yield (
-            f"guidance_end: no step lies between guidance_start {params.guidance_start:g} and guidance_end "
+            f"guidance_scale: no step lies between guidance_start {params.guidance_start:g} and guidance_end "
             f"{params.guidance_end:g}; no step was guided."
         )
     if params.forecast != params.used_forecast:

@@ -17,7 +17,6 @@ from model.store.manifest import MANIFEST_LIMIT, SCHEMA_VERSION, Constant, Manif
 
 _MAX_SHOWN_CHARACTERS = 120  # of untrusted text that a message repeats
 _CONSTANTS = TypeAdapter(dict[str, Constant])
-_PUBLISH = "Publish the release again (`preheat publish`)."
 
 
 def parse_constants(data: bytes) -> dict[str, Constant]:
@@ -48,19 +47,23 @@ def parse_manifest(data: bytes, name: str) -> Manifest:
     Raises ManifestError: not JSON, too large, a newer schema, another release's manifest, or an entry that is missing,
     unknown, repeated or unsafe.
     """
+    remedy = (
+        f"Put the intact file back, or delete it (releases/{printable(name)}.json in the store) and publish the "
+        "release again (`preheat publish`)."
+    )
     if len(data) > MANIFEST_LIMIT:
-        raise ManifestError(f"The manifest of {name} has more than {MANIFEST_LIMIT} bytes.", _PUBLISH)
+        raise ManifestError(f"The manifest of {name} has more than {MANIFEST_LIMIT} bytes.", remedy)
     try:
         raw = json.loads(
             data, object_pairs_hook=refuse_repeated_keys, parse_constant=_refuse_constant, parse_float=_finite_float
         )
     except (ValueError, RecursionError) as error:
-        raise ManifestError(f"The manifest of {name} is not JSON ({printable(str(error))}).", _PUBLISH) from error
+        raise ManifestError(f"The manifest of {name} is not JSON ({printable(str(error))}).", remedy) from error
     if not isinstance(raw, Mapping):
-        raise ManifestError(f"The manifest of {name} is not a JSON object.", _PUBLISH)
+        raise ManifestError(f"The manifest of {name} is not a JSON object.", remedy)
     version = raw.get("schema_version")
     if type(version) is not int:
-        raise ManifestError(f"The manifest of {name} states no schema_version.", _PUBLISH)
+        raise ManifestError(f"The manifest of {name} states no schema_version.", remedy)
     if version > SCHEMA_VERSION:
         raise ManifestError(
             f"The manifest of {name} has schema {printable(str(version))}; this server reads up to {SCHEMA_VERSION}.",
@@ -70,7 +73,7 @@ def parse_manifest(data: bytes, name: str) -> Manifest:
         # From the bytes, because strict validation of Python objects would refuse a list for a tuple.
         manifest = Manifest.model_validate_json(data, strict=True, by_alias=True, by_name=False)
     except ValidationError as error:
-        raise ManifestError(f"The manifest of {name} is damaged at {problem(error)}.", _PUBLISH) from error
+        raise ManifestError(f"The manifest of {name} is damaged at {problem(error)}.", remedy) from error
     if manifest.name != name:
         raise ManifestError(
             f"The manifest of {name} is that of {manifest.name}.",

@@ -205,6 +205,8 @@ def save_images(response: dict[str, Any], out: Path) -> list[Path]:
 
 def decode_images(response: dict[str, Any]) -> list[bytes]:
     """Return the files of the images in a response, of a server or of OpenAI's API (`b64_json`). Raises CallFailed."""
+    if "event" in response:
+        raise CallFailed("The answer is a stream of events.", remedy="Leave `stream` out of the request.")
     data = response.get("data")
     entries = response.get("images") or (data if isinstance(data, list) else [{"data": data}])
     if not isinstance(entries, list) or not entries:

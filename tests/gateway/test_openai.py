@@ -4,6 +4,7 @@ import base64
 import hashlib
 import io
 import json
+import re
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -97,6 +98,20 @@ def test_edit_changes_only_transparent_parts_of_the_mask(client: openai.OpenAI) 
         image=png(), prompt=PROMPT, stream=True, partial_images=1, extra_body={**EXTRA, "strength": 1.0}
     ) as stream:
         assert [event.type for event in stream] == ["image_edit.partial_image", "image_edit.completed"]
+
+
+def test_errors_name_the_parameters_of_openai(client: openai.OpenAI) -> None:
+    """Not the fields of Preheat's requests, which this API refuses."""
+    calls: dict[str, tuple[Callable[[], object], str]] = {
+        "size": (lambda: client.images.generate(prompt=PROMPT, size="1792x1024"), "size: 1792 is not"),  # type: ignore[call-overload]
+        "image": (lambda: client.images.edit(image=png(100, 70), prompt=PROMPT), "`size` is missing"),
+        "mask": (lambda: client.images.edit(image=png(), mask=png(32, 32), prompt=PROMPT), "mask: "),
+    }
+    for param, (call, message) in calls.items():
+        with pytest.raises(openai.BadRequestError) as caught:
+            call()
+        assert caught.value.param == param and message in caught.value.message, caught.value.message
+        assert not re.search("width`|masks", caught.value.message)
 
 
 def file_with_alpha(alpha: np.ndarray[Any, Any], kind: str = "png", **options: Any) -> bytes:
@@ -482,7 +497,7 @@ def test_stops_the_work_when_the_client_leaves(url: str, server: Server) -> None
 
 def test_refuses_urls_of_backends() -> None:
     for url in ("", "ftp://a", "http://", "127.0.0.1:80", "http://a:0", "http://a b", "http://u@a", "x" * 9):
-        with pytest.raises(GatewayConfigError, match="is not the URL of a server"):
+        with pytest.raises(GatewayConfigError, match="is not the URL of a server|has a user name"):
             parse_backend(url)
 
 

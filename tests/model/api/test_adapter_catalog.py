@@ -118,6 +118,32 @@ def test_missing_names_cost_few_requests(store: CountingStore, clock: Clock, mak
     assert names_of(run(catalog.find(["a"]))) == ["a"]
 
 
+def test_impossible_names_cost_no_request(store: CountingStore, clock: Clock, make: Make, run: Run) -> None:
+    put_adapter(store, "a", 1.0)
+    catalog = make()
+    run(catalog.find(["a"]))
+    for name in ("*", "../a", "a b", "n\N{LATIN SMALL LETTER O WITH DIAERESIS}pe", "x/y", "", "a" * 129):
+        with pytest.raises(RequestRefused, match="is not offered now"):
+            run(catalog.find([name]))
+    put_adapter(store, "b", 1.0)
+    clock.now += 1
+    assert names_of(run(catalog.find(["b"]))) == ["b"]
+
+
+def test_says_when_a_new_adapter_will_be_found(store: CountingStore, clock: Clock, make: Make, run: Run) -> None:
+    catalog = make()
+    clock.now += 2
+    for number in range(module.MAX_EARLY_LISTS + 1):
+        with pytest.raises(RequestRefused):
+            run(catalog.find([f"missing-{number}"]))
+    put_adapter(store, "new", 1.0)
+    clock.now += 2
+    with pytest.raises(RequestRefused, match="If it is new, repeat the request in 8 s."):
+        run(catalog.find(["new"]))
+    clock.now += 8
+    assert names_of(run(catalog.find(["new"]))) == ["new"]
+
+
 def test_a_removed_adapter_is_refused(store: CountingStore, clock: Clock, make: Make, run: Run) -> None:
     put_adapter(store, "a", 1.0)
     catalog = make()

@@ -73,7 +73,7 @@ def test_few_steps_and_the_last_one_are_evaluated(loaded: Loaded) -> None:
 def test_warns_of_guidance_without_steps(loaded: Loaded) -> None:
     params = forecast_of(loaded, "off", guidance_start=0.41, guidance_end=0.42)
     assert plan_request(loaded.model, params).warnings == [
-        "guidance_end: no step lies between guidance_start 0.41 and guidance_end 0.42; no step was guided."
+        "guidance_scale: no step lies between guidance_start 0.41 and guidance_end 0.42; no step was guided."
     ]
     for changes in ({"guidance_end": 0.0}, {"guidance_scale": 1.0}, {"guidance_end": 0.5}):
         assert plan_request(loaded.model, replace(params, guidance_start=0.0, **changes)).warnings == []

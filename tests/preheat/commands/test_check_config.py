@@ -177,6 +177,16 @@ def test_warns_of_rows_that_no_engine_fills(gpu_store: WritableStore, release: s
     assert message not in outputs[0] and message in outputs[1]
 
 
+def test_warns_of_requests_that_truss_holds_back(gpu_store: WritableStore, release: str, tmp_path: Path) -> None:
+    path = edited(tmp_path, store=gpu_store.url, release=release)
+    assert "predict_concurrency" not in check(path)[1]
+    config = yaml.safe_load(path.read_text())
+    config["runtime"]["predict_concurrency"] = 1
+    path.write_text(yaml.safe_dump(config))
+    code, output = check(path)
+    assert code == 0 and "warning runtime.predict_concurrency is 1, and limits.max_queue 64" in output
+
+
 def test_checks_several_releases(gpu_store: WritableStore, release: str, tmp_path: Path) -> None:
     own = open_writable_store(copy_store(gpu_store, tmp_path / "store"))
     manifest = own.read_release(release)
@@ -452,7 +462,7 @@ def test_refuses_invalid_files(tmp_path: Path) -> None:
     assert code == 1 and f"refused {path} does not exist." in output
     for content in (
         *(b"", b"a: [", b"\xff\xfe", b"model_name: x\nunknown_key: 1\n", b"[" * 5000, b"requirements: 7\n"),
-        b"model_name: x\nmodel_metadata: &a {b: *a}\n",
+        *(b"model_name: x\nmodel_metadata: &a {b: *a}\n", b"model_name: x\nmodel_name: y\n"),
     ):
         path.write_bytes(content)
         code, output = check(path)
