@@ -70,7 +70,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Made:
-    """What a candidate has made: the picture of each request. `first_seconds`: of the first one.
+    """A candidate with its picture of each request. `first_seconds`: of the first one.
 
     memory_bytes: the peak so far, None if it is not known.
     """
@@ -105,13 +105,11 @@ def compare(
     if not compiled and isinstance(reference, Checkpoint):
         unavailable["diffusers compiled"] = "Compilation takes minutes. Add --compiled."
     try:
-        made = [
-            _generate(each, params, report)
-            for each in _of_release(store, manifest, loaded, plain, params, unavailable, report)
-        ]
         with _references(reference, loaded, compiled, report) as references:
-            compared = [_generate(each, params, report) for each in references]
-            variants = _measure([*compared, *made], params, runs, report)
+            made = [_generate(each, params, report) for each in references]  # first: a wrong reference fails at once
+            for each in _of_release(store, manifest, loaded, plain, params, unavailable, report):
+                made.append(_generate(each, params, report))
+            variants = _measure(made, params, runs, report)
     except torch.OutOfMemoryError as error:
         raise out_of_memory() from error
     return Comparison(manifest.name, params, variants, unavailable, tuple(notes))
@@ -171,7 +169,7 @@ def _of_release(
     unavailable: dict[str, str],
     report: Report,
 ) -> Iterator[Candidate]:
-    """Yield the release, then in 8 bits, which is loaded once the pictures of the release have shown its memory."""
+    """Yield the release; then in 8 bits, which is loaded once its pictures have shown its memory; then forecasts."""
     yield plain
     quantized = next((engine.precision for engine in manifest.engines if engine.precision.is_quantized), FP8)
     in_8_bits = f"{RELEASE} in {quantized.name.upper()}"

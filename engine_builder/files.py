@@ -17,7 +17,7 @@ _IRREPLACEABLE_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, er
 
 _OTHER_FOLDER = "Name another folder."
 PICKLE_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
-"""Of files that may run code when they are read, so none is."""
+"""Suffixes of files that may run code when they are read. They are not opened."""
 
 
 class NotWritable(PreheatError):

@@ -1,6 +1,7 @@
 """Read a deployment's config.yaml, with truss's own classes."""
 
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -16,14 +17,21 @@ PLACEHOLDER_STORES = ("s3://preheat-releases", "s3://bucket/prefix")
 """Stores of the shipped configs and of the documentation, which nobody has."""
 
 
-class _Loader(yaml.SafeLoader):
-    """Refuses a mapping that has a key twice, of which YAML would take the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
-        if repeated := [key for key in keys if keys.count(key) > 1]:
-            raise yaml.YAMLError(f"the key {repeated[0]} stands twice in one mapping{node.start_mark}")
-        return super().construct_mapping(node, deep)
+def _refuse_repeated_keys(root: yaml.Node | None) -> None:
+    """Raise ValueError for a mapping that has a key twice, of which YAML would take the last."""
+    left, seen = [root], set[int]()
+    while left:
+        if (node := left.pop()) is None or id(node) in seen:  # an alias is the node of its anchor
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            left += node.value
+        elif isinstance(node, yaml.MappingNode):
+            names = Counter((key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+            for key, value in node.value:
+                if isinstance(key, yaml.ScalarNode) and names[key.tag, key.value] > 1:
+                    raise ValueError(f"line {key.start_mark.line + 1} has the key {key.value}, which stands twice")
+                left.append(value)
 
 
 def read_truss_config(path: Path) -> Any:
@@ -39,7 +47,8 @@ def read_truss_config(path: Path) -> Any:
         from truss.base.truss_config import TrussConfig  # type: ignore[import-untyped]
 
         try:
-            entries = yaml.load(text.decode(), _Loader)
+            _refuse_repeated_keys(yaml.compose(text.decode(), yaml.SafeLoader))
+            entries = yaml.safe_load(text.decode())
             if not isinstance(entries, dict):
                 raise ValueError("it holds no settings by name")
             config = TrussConfig.from_dict(entries)

@@ -187,9 +187,11 @@ class Backends:
                     found[description["release"]] = description
                     left -= size
             backend.descriptions, backend.described_at = found, now
-        except (httpx.HTTPError, TimeoutError, InvalidAnswer) as error:
+        except (httpx.HTTPError, TimeoutError) as error:
             backend.mark_down()
-            problem = str(error) if isinstance(error, InvalidAnswer) else type(error).__name__
+            problem = type(error).__name__
+        except InvalidAnswer as error:
+            problem = str(error)
         if problem and problem != backend.description_problem:
             logger.warning("Backend %s has no description: %s.", backend.name, problem)
         backend.description_problem = problem
@@ -252,9 +254,9 @@ class Backends:
         """Send a request to the least loaded server of a release; yields once one has accepted it.
 
         Its connection is closed at the end of the `with` block, which stops the work of a request that is not
-        finished. A server that has started again with another release is left out, and described again. So is one that
-        cannot load what the request names. `client_id`: "", or the client that shares the server's queues with others.
-        Raises ApiError: the server's own refusal, 429 if all are busy, 502 or 503.
+        finished. A server that has started again with another release is left out, and described again. One that cannot
+        load what the request names is left out. `client_id`: "", or the client that shares the server's queues with
+        others. Raises ApiError: the server's own refusal, 429 if all are busy, 502 or 503.
         """
         images = request.get("num_images", 1)
         sent = request | {"stream": True}
@@ -276,6 +278,7 @@ class Backends:
                         refused = await _refusal(backend, answer)
                         if refused.code in OF_REQUEST_KINDS:
                             not_loaded = refused
+                            not_loaded.retry_after = _retry_after(answer)
                         else:
                             backend.mark_down()
                     elif answer.status_code != 200:

@@ -85,8 +85,11 @@ def parse_endpoint(url: str, api_key: str | None = None, variables: Mapping[str,
 
 def split_url(text: str, given: str) -> SplitResult:
     """Return the parts of a server's URL. `given`: as the user wrote it. Raises BadEndpoint."""
-    if "@" in text.partition("://")[2].partition("/")[0]:
-        raise BadEndpoint("The URL has a user name or a password.", f"Leave it out, and set {KEY_VARIABLE} for a key.")
+    _, at, host = text.partition("://")[2].partition("/")[0].rpartition("@")
+    if at:
+        raise BadEndpoint(
+            f"The URL of {host} has a user name or a password.", f"Leave it out, and set {KEY_VARIABLE} for a key."
+        )
     try:
         parts = urlsplit(text)
         port = parts.port

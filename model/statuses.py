@@ -31,7 +31,7 @@ _STATUS: dict[type[PreheatError], tuple[int, str]] = {
     DeadlineExceeded: (504, "deadline"),
 }
 _OTHER = (500, "failed")
-_RETRY_SECONDS = 5  # after which a request that found no server is repeated
+_RETRY_SECONDS = 5  # after which a request with status 503 is repeated
 STATUSES = (*_STATUS.values(), _OTHER)
 """Each status and kind."""
 OF_REQUEST_KINDS = frozenset(_STATUS[error][1] for error in (AdapterNotReady, ReleaseNotLoaded))
@@ -47,4 +47,4 @@ def retry_after(error: BaseException) -> int | None:
     """Return the seconds after which a request that ended with this error is repeated, or None."""
     if isinstance(error, Overloaded):
         return error.retry_after
-    return _RETRY_SECONDS if isinstance(error, Unavailable) else None
+    return _RETRY_SECONDS if isinstance(error, (Unavailable, AdapterNotReady, ReleaseNotLoaded)) else None

@@ -7,7 +7,8 @@ manifest has each token with its rows. Everything else is shared with the releas
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -27,20 +28,27 @@ from engine_builder.embeddings.read import (
 from engine_builder.releases.publish import write_once
 from engine_builder.stores.store import WritableStore
 from model.deployment import version_number
+from model.errors import ManifestError
 from model.loading.embeddings import may_differ_in_embeddings_only
 from model.loading.token_tables import TOKEN_TABLE
 from model.pipeline.components import FAMILIES
 from model.prompts.tokenizer import open_tokenizer
 from model.store.manifest import EMBEDDING_TOKEN, Manifest, TokenizerRecord, WeightsRecord
 
-_TOKEN_REMEDY = "Choose another token, without spaces and in < >."
+_TOKEN_REMEDY = "Choose another token: at most 64 characters, none of them a space."
 _ROWS_REMEDY = "Build the model with more rows (`preheat build --embedding-rows`) and publish a new release."
 
 
 def add_embeddings(
-    store: WritableStore, release: str, embeddings: Mapping[str, EmbeddingFiles], key: Ed25519PrivateKey | None = None
+    store: WritableStore,
+    release: str,
+    embeddings: Mapping[str, EmbeddingFiles],
+    key: Ed25519PrivateKey | None = None,
+    warn: Callable[[str], None] = lambda _: None,
 ) -> tuple[Manifest, bool]:
     """Publish the next version of a release with these embeddings, by token. key: signs the new release.
+
+    warn: receives a sentence if servers that follow embeddings will not take the new version over.
 
     Returns what `write_once` returns. Raises BadEmbedding, ReleaseNotFound, ReleaseExists, CorruptBlob or StoreError.
     """
@@ -75,35 +83,51 @@ def add_embeddings(
         for position, of_component in enumerate(weights):
             if of_component.component in components:
                 weights[position] = _write_rows(store, release, of_component, rows)
-    added = json.loads(manifest.builder.get("embeddings", "{}"))
-    added |= {token: ",".join(embedding.digests) for token, embedding in embeddings.items()}
+    digests = json.loads(manifest.builder.get("embeddings", "{}"))
+    digests |= {token: ",".join(embedding.digests) for token, embedding in embeddings.items()}
     changed = manifest.model_copy(
         update={
-            "builder": manifest.builder | {"embeddings": json.dumps(added, sort_keys=True)},
+            "builder": manifest.builder | {"embeddings": json.dumps(digests, sort_keys=True)},
             "tokenizers": tokenizers,
             "weights": tuple(weights),
         }
     )
     changed = changed.model_copy(update={"schema_version": changed.required_schema})
-    return write_once(store, changed, private_key=key)
+    added, is_new = write_once(store, changed, private_key=key)
+    followed = followed_version(store, added)
+    if followed is not None and (lacking := sorted(_lacking(added, followed))):
+        warn(
+            f"{added.name} lacks {', '.join(lacking)} of {followed.name}, so a server with follow_embeddings that uses "
+            f"{followed.name} does not take it over. To keep them, add to {followed.name} instead."
+        )
+    return added, is_new
 
 
-def left_out_tokens(store: WritableStore, added: Manifest) -> tuple[str, list[str]] | None:
-    """Return the latest earlier version with tokens that `added` lacks, and these tokens; None without one.
+def followed_version(store: WritableStore, added: Manifest) -> Manifest | None:
+    """Return the version that servers which follow embeddings use before `added`, if they began with the first one.
 
-    A server that follows the embeddings of such a version does not take over `added`. Raises StoreError.
+    It is the last one that keeps the embeddings of all such versions before it. Versions that cannot be read are left
+    out. Raises StoreError.
     """
-    for name in sorted(store.releases(added.model), key=version_number, reverse=True):
-        if -1 < version_number(name) < version_number(added.name):
-            earlier = store.read_release(name)
-            if may_differ_in_embeddings_only(earlier, added):
-                lacking = sorted(_tokens(earlier) - _tokens(added))
-                return (name, lacking) if lacking else None
-    return None
+    followed: Manifest | None = None
+    for name in sorted(store.releases(added.model), key=version_number):
+        if not -1 < version_number(name) < version_number(added.name):
+            continue
+        with suppress(ManifestError):
+            manifest = store.read_release(name)
+            if may_differ_in_embeddings_only(manifest, added):
+                followed = manifest if followed is None or not _lacking(manifest, followed) else followed
+    return followed
 
 
-def _tokens(manifest: Manifest) -> set[str]:
-    return {token for record in manifest.tokenizers.values() for token in record.embeddings or {}}
+def _lacking(manifest: Manifest, earlier: Manifest) -> set[str]:
+    """Return the tokens of `earlier` that `manifest` lacks, or has with other vectors or rows."""
+    digests = [json.loads(one.builder.get("embeddings", "{}")) for one in (manifest, earlier)]
+    lacking = {token for token, of_token in digests[1].items() if digests[0].get(token) != of_token}
+    for name, record in earlier.tokenizers.items():
+        rows = manifest.tokenizers[name].embeddings or {}
+        lacking |= {token for token, of_token in (record.embeddings or {}).items() if rows.get(token) != of_token}
+    return lacking
 
 
 def open_embeddings(options: Sequence[str]) -> dict[str, EmbeddingFiles]:

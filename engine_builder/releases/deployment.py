@@ -102,7 +102,7 @@ def check_deployment(path: Path, store: str | None = None, releases: Sequence[st
     if admitted <= queued:
         check.warnings.append(
             f"runtime.predict_concurrency is {admitted}, and limits.max_queue {queued}: Truss holds further requests "
-            "back, so they can be neither batched nor refused. Set it to 256."
+            f"back, so they can be neither batched nor refused. Set it to {max(256, 2 * queued)}."
         )
     if torch is not None:
         _check_selections(check, manifests, config, torch, settings, mount)

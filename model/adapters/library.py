@@ -20,7 +20,7 @@ from model.adapters.merge import AdaptableWeights
 from model.adapters.packing import Packing, can_pack
 from model.errors import AdapterError, PreheatError, RequestRefused
 from model.store.adapter_forms import element_count, stored_shape
-from model.store.adapter_record import AdapterRecord, cause_of_adapter
+from model.store.adapter_record import AdapterRecord
 from model.store.store import Store
 from model.weights.stream import stream_weights
 
@@ -185,7 +185,7 @@ class AdapterLibrary:
             with self._lock:
                 self._loaded[name] = changes
         except Exception as error:
-            cause = cause_of_adapter(error) if isinstance(error, PreheatError) else f"{type(error).__name__}: {error}"
+            cause = str(error) if isinstance(error, PreheatError) else f"{type(error).__name__}: {error}"
             logger.error("adapter %s cannot be loaded: %s", name, cause)
             with self._lock:
                 self._failures[name] = AdapterError(f"Adapter {name} cannot be loaded. {cause}", "")

@@ -32,7 +32,7 @@ from model.errors import (
     UntrustedRelease,
 )
 from model.settings import Limits, Settings
-from model.store.adapter_record import AdapterRecord, cause_of_adapter
+from model.store.adapter_record import AdapterRecord
 from model.store.keys import is_adapter_name, listed
 from model.store.signature import PublicKey, check_signature
 from model.store.store import Store, open_store
@@ -111,7 +111,10 @@ class AdapterCatalog:
 
     async def _find(self, name: str) -> AdapterRecord:
         if not is_adapter_name(name):
-            raise self._refusal(name)
+            metrics.ADAPTER_LOOKUPS.labels("missing").inc()
+            raise RequestRefused(
+                "loras", f"{format_value(name)} is no name of an adapter: up to 128 letters, digits, '.', '_' and '-'."
+            )
         is_known = name in self._marks and name in self._records
         with suppress(TimeoutError):
             async with asyncio.timeout(KNOWN_WAIT_SECONDS if is_known else None):
@@ -162,9 +165,8 @@ class AdapterCatalog:
             raise self._refusal(name) from error
         except (AdapterError, UntrustedRelease, CorruptBlob) as error:
             metrics.ADAPTER_LOOKUPS.labels("refused").inc()
-            cause = cause_of_adapter(error)
-            logger.error("Adapter %s cannot be used. %s", name, cause)
-            self._failures[name] = _Failure(mark, self._clock(), f"Adapter {name} cannot be used. {cause}")
+            logger.error("Adapter %s cannot be used. %s", name, error)
+            self._failures[name] = _Failure(mark, self._clock(), f"Adapter {name} cannot be used. {error}")
             raise AdapterError(self._failures[name].message, "") from error
         except StoreError as error:
             metrics.ADAPTER_LOOKUPS.labels("failed").inc()
@@ -209,7 +211,7 @@ class AdapterCatalog:
         offered = self._offered()
         expected = f"one of {listed(offered)}" if offered else "no adapter: the store has none"
         note = ""
-        if is_adapter_name(name) and (left := self._listed_at + LIST_SECONDS - self._clock()) < LIST_SECONDS - 1:
+        if (left := self._listed_at + LIST_SECONDS - self._clock()) < LIST_SECONDS - 1:
             note = f" If it is new, repeat the request in {max(1, math.ceil(left))} s."
         return RequestRefused("loras", f"{format_value(name)} is not offered now. Expected {expected}.{note}")
 

@@ -89,7 +89,7 @@ def resolve(
         raise RequestRefused(
             "image",
             f"{width} x {height} pixels, the image's size, are requested, because `width` and `height` are missing. "
-            f"{error} Or set `width`, `height` and `resize`.",
+            f"{str(error).removeprefix(f'{error.field}: ')} Or set `width`, `height` and `resize`.",
         ) from error
     if values["use_refiner"] and not served.has_refiner:
         raise RequestRefused("use_refiner", "true is not accepted, because this release has no refiner. Set false.")

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, StringConstraints, ValidationError, model_validator
 
-from model.errors import AdapterError, CorruptBlob, PreheatError
+from model.errors import AdapterError
 from model.store.adapter_forms import FACTORS, MAX_RANK, FormName, Shapes, check_parts
 from model.store.manifest import (
     BLOB_LIMIT,
@@ -125,8 +125,3 @@ def parse_adapter(data: bytes, name: str) -> AdapterRecord:
     if record.name != name:
         raise AdapterError(f"The record of adapter {name} is that of {record.name}.")
     return record
-
-
-def cause_of_adapter(error: PreheatError) -> str:
-    """Return the message of an error for an adapter that cannot be used, with what its users can do."""
-    return f"{error.args[0]} {AdapterError.remedy}" if isinstance(error, CorruptBlob) else str(error)

@@ -6,7 +6,7 @@ Names are untrusted: a name that could leave the store is refused before it beco
 import re
 from collections.abc import Sequence
 
-from model.errors import AdapterNotFound, CorruptBlob, ManifestError, ReleaseNotFound
+from model.errors import REBUILD, AdapterNotFound, CorruptBlob, ManifestError, ReleaseNotFound
 from model.store.manifest_json import split_name
 
 BLOBS = "blobs/sha256"
@@ -84,12 +84,14 @@ def listed(names: Sequence[str]) -> str:
 
 def blob_missing(digest: str, url: str) -> CorruptBlob:
     """Return the error for a blob that a release names and the store lacks."""
-    return CorruptBlob(f"Blob {digest[:12]} is missing from {url}.")
+    remedy = f"{REBUILD} Add an adapter again (`preheat add-lora`)."
+    return CorruptBlob(f"Blob {digest[:12]} is missing from {url}.", remedy)
 
 
 def blob_damaged(digest: str, url: str, cause: str) -> CorruptBlob:
     """Return the error for wrong bytes. Its remedy deletes the file, because a build reuses the blobs that exist."""
     return CorruptBlob(
         f"Blob {digest[:12]} in {url} is damaged: {cause}.",
-        f"Find all damage with `preheat verify`, delete it ({BLOBS}/{digest}), then build again (`preheat build`).",
+        f"Find all damage with `preheat verify` and delete it ({BLOBS}/{digest}). Then build again (`preheat build`), "
+        "or add the adapter again (`preheat add-lora`).",
     )

@@ -52,7 +52,7 @@ def parse_manifest(data: bytes, name: str) -> Manifest:
         "release again (`preheat publish`)."
     )
     if len(data) > MANIFEST_LIMIT:
-        raise ManifestError(f"The manifest of {name} has more than {MANIFEST_LIMIT} bytes.", remedy)
+        raise ManifestError(f"The manifest of {name} has more than {MANIFEST_LIMIT} bytes.", "Publish fewer sizes.")
     try:
         raw = json.loads(
             data, object_pairs_hook=refuse_repeated_keys, parse_constant=_refuse_constant, parse_float=_finite_float

@@ -48,7 +48,7 @@ def add_lora(
         if not file.embeddings:
             raise typer.BadParameter(f"{path} has no embeddings", param_hint="--embeddings")
         assert embeddings is not None
-        manifest, is_new = add_embeddings(opened_store, embeddings, file.embeddings, private_key)
+        manifest, is_new = add_embeddings(opened_store, embeddings, file.embeddings, private_key, print_warning)
         lines.append(f"{published(manifest, is_new)} with {plain(', '.join(file.embeddings))}.")
 
     with activity(f"Adding {path}"):
@@ -85,18 +85,10 @@ def add_embedding(
     cache_dir: CacheOption = None,
 ) -> None:
     """Publish the next version of a release with embeddings, whose tokens prompts may use."""
-    from engine_builder.embeddings.add import add_embeddings, left_out_tokens, open_embeddings
+    from engine_builder.embeddings.add import add_embeddings, open_embeddings
 
     private_key = read_private_key(sign)
     files = open_embeddings(embeddings)
     with activity(f"Adding {', '.join(files)}"):
-        opened = open_cli_store(store, cache_dir)
-        manifest, is_new = add_embeddings(opened, release, files, private_key)
-        left_out = left_out_tokens(opened, manifest)
+        manifest, is_new = add_embeddings(open_cli_store(store, cache_dir), release, files, private_key, print_warning)
     say(f"{published(manifest, is_new)} with {plain(', '.join(files))}.")
-    if left_out is not None:
-        earlier, tokens = left_out
-        print_warning(
-            f"{manifest.name} lacks {', '.join(tokens)} of {earlier}, so a server that follows the embeddings of "
-            f"{earlier} does not take it over. Add to {earlier} instead to keep them."
-        )

@@ -111,7 +111,7 @@ def test_errors_name_the_parameters_of_openai(client: openai.OpenAI) -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             call()
         assert caught.value.param == param and message in caught.value.message, caught.value.message
-        assert not re.search("width`|masks", caught.value.message)
+        assert not re.search("width|masks", caught.value.message)
 
 
 def file_with_alpha(alpha: np.ndarray[Any, Any], kind: str = "png", **options: Any) -> bytes:
@@ -376,11 +376,11 @@ def test_repeats_only_what_was_not_started(server: Server, release: str) -> None
 
 @pytest.mark.parametrize("kind", ["adapter_not_ready", "release"])
 def test_what_a_request_names_does_not_mark_its_server_down(server: Server, release: str, kind: str) -> None:
-    answer = Answer(503, json.dumps({"error": "Not loaded.", "kind": kind}).encode())
+    answer = Answer(503, json.dumps({"error": "Not loaded.", "kind": kind}).encode(), {"Retry-After": "7"})
     with answering(release, answer) as other, running_gateway([other.url]) as url:
         refused = generate(url)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, kind)
-        assert refused.json()["error"]["message"] == "Not loaded."
+        assert refused.json()["error"]["message"] == "Not loaded." and refused.headers["Retry-After"] == "7"
         assert httpx.get(f"{url}/health", trust_env=False).json()["backends"][0]["up"]
     with answering(release, answer) as other, running_gateway([other.url, server.url]) as url:
         for _ in range(4):  # by turns
@@ -497,7 +497,7 @@ def test_stops_the_work_when_the_client_leaves(url: str, server: Server) -> None
 
 def test_refuses_urls_of_backends() -> None:
     for url in ("", "ftp://a", "http://", "127.0.0.1:80", "http://a:0", "http://a b", "http://u@a", "x" * 9):
-        with pytest.raises(GatewayConfigError, match="is not the URL of a server|has a user name"):
+        with pytest.raises(GatewayConfigError, match="is not the URL of a server|The URL of a has a user name"):
             parse_backend(url)
 
 

@@ -118,7 +118,7 @@ def test_refuses_a_blur_that_leaves_nothing_to_repaint() -> None:
 def test_size_defaults_to_that_of_the_image() -> None:
     params = resolved(image=file_of(noise(192, 128)))
     assert (params.width, params.height) == (192, 128)
-    with pytest.raises(RequestRefused, match=r"width: 64x128 is not a size served here; .* 128x128, 192x128"):
+    with pytest.raises(RequestRefused, match=r"missing\. 64x128 is not a size served here; .* 128x128, 192x128"):
         resolved(image=file_of(noise(64, 128)))
 
 

@@ -60,12 +60,19 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "EMBEDDING_SECONDS", 0.05)
 
 
-def add(store: WritableStore, release: str, token: str, seed: int, key: Ed25519PrivateKey | None = None) -> str:
+def add(
+    store: WritableStore,
+    release: str,
+    token: str,
+    seed: int,
+    key: Ed25519PrivateKey | None = None,
+    warn: Callable[[str], None] = lambda _: None,
+) -> str:
     """Publish the next version of a release with an embedding of two vectors. Returns its name."""
     generator = torch.Generator().manual_seed(seed)
     path = folder_of(store) / f"{seed}.safetensors"
     save_file({name: torch.randn(2, WIDTH, generator=generator) for name in ("clip_l", "clip_g")}, path)
-    return add_embeddings(store, release, {token: open_embedding([path])}, key)[0].name
+    return add_embeddings(store, release, {token: open_embedding([path])}, key, warn)[0].name
 
 
 @contextmanager
@@ -124,6 +131,19 @@ def test_a_restart_takes_over_the_same_versions(store: WritableStore, caplog: py
         assert np.array_equal(restarted(), alone(store, second))
         fourth = add(store, second, "<ink>", 3)
         becomes(restarted, alone(store, fourth))
+
+
+def test_warns_of_a_version_that_is_not_taken_over(store: WritableStore) -> None:
+    """Servers use worded/2 and then worded/4, although worded/3 is newer than worded/2."""
+    warnings: list[str] = []
+    second = add(store, "worded/1", "<cat>", 1, warn=warnings.append)
+    assert warnings == []
+    third = add(store, "worded/1", "<ink>", 2, warn=warnings.append)
+    assert [text.partition(", so")[0] for text in warnings] == [f"{third} lacks <cat> of {second}"]
+    fourth = add(store, second, "<dog>", 3, warn=warnings.append)
+    assert len(warnings) == 1
+    add(store, third, "<dog>", 3, warn=warnings.append)
+    assert f"lacks <cat> of {fourth}," in warnings[1] and f"add to {fourth} instead" in warnings[1]
 
 
 def test_leaves_other_versions_and_unsigned_ones(

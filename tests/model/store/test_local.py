@@ -56,7 +56,9 @@ def test_refuses_damage_and_put_repairs_it(store: WritableLocalStore) -> None:
     one_bit = DATA[:5000] + bytes([DATA[5000] ^ 1]) + DATA[5001:]
     for damaged in (one_bit, DATA[:-1], DATA + b"\0", b"", DATA[::-1]):
         path.write_bytes(damaged)
-        with pytest.raises(CorruptBlob, match=f"`preheat verify`, delete it .blobs/sha256/{DIGEST}.*`preheat build`"):
+        with pytest.raises(
+            CorruptBlob, match=f"`preheat verify` and delete it .blobs/sha256/{DIGEST}.*`preheat build`"
+        ):
             store.get(DIGEST, len(DATA))
         with pytest.raises(CorruptBlob, match=DIGEST[:12]):
             store.read(DIGEST, memoryview(bytearray(len(DATA))))

@@ -462,12 +462,14 @@ def test_refuses_invalid_files(tmp_path: Path) -> None:
     assert code == 1 and f"refused {path} does not exist." in output
     for content in (
         *(b"", b"a: [", b"\xff\xfe", b"model_name: x\nunknown_key: 1\n", b"[" * 5000, b"requirements: 7\n"),
-        *(b"model_name: x\nmodel_metadata: &a {b: *a}\n", b"model_name: x\nmodel_name: y\n"),
+        *(b"model_name: x\nmodel_metadata: &a {b: *a}\n", b"model_name: x\nmodel_name: y\n", b"? [x]\n"),
     ):
         path.write_bytes(content)
         code, output = check(path)
         message = "refused .*config.yaml (is not a valid|has an entry that is unknown to truss)"
         assert code == 1 and re.search(message, output), content[:40]
+    path.write_text("model_name: x\nmodel_metadata:\n  a: &a {k: 1}\n  b: &b {<<: *a, k: 2}\n  c: {<<: *b}\n")
+    assert "is not a valid" not in check(path)[1]
     for make in (Path.mkdir, os.mkfifo):
         path = tmp_path / make.__name__
         make(path)

@@ -302,7 +302,9 @@ def test_saves_the_images_that_it_can(sandbox: Path, server: CountingServer) -> 
     generate = Invocation(["generate", server.option, "x"])
     predicted = f'Calling predict on development deployment of model...\n{{"data": "{PNG}"}}\n'  # by `truss predict`
     saved = Invocation(["save", f"--out={folder}/x.png"], predicted.encode())
-    invalid, result = commands.run(sandbox, [generate, saved])
+    stream = Invocation(["save", f"--out={folder}/x.png"], b'{"event": "accepted", "seed": 1}\n{"event": "done"}\n')
+    invalid, result, refused = commands.run(sandbox, [generate, saved, stream])
+    assert refused["status"] == 1 and "Leave `stream` out of the request." in refused["stderr"]
     assert invalid["status"] == 1 and (sandbox / "work" / "image.png").is_file()
     assert "image.png is saved, but the rest of the response is invalid" in invalid["stderr"]
     assert result["status"] == 0 and (folder / "x.png").read_bytes() == base64.b64decode(PNG), result
