@@ -26,7 +26,7 @@ REFUSED_URLS = [
     ("http://[x", "is not the URL of a server: Invalid IPv6 URL. Give"),
     ("ftp://127.0.0.1", "is not the URL of a server. Give a URL like"),
     ("http://127.0.0.1/?x=1", "it has a query"),
-    ("http://name:geheim@127.0.0.1", "The URL has a user name or a password"),
+    ("http://name:geheim@127.0.0.1", "The URL of 127.0.0.1 has a user name or a password"),
     ("https://model-x.api.baseten.co", "is not the https URL of a deployment's predict. Give one like"),
     ("http://model-x.api.baseten.co/production/predict", "is not the https URL of a deployment's predict"),
     (f"{DEPLOYED}/production/predict", "needs an API key. Set the variable BASETEN_API_KEY"),
