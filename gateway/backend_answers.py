@@ -30,6 +30,7 @@ from model.store.manifest_json import MAX_RELEASE_NAME
 from model.validation import LARGEST_SIDE, MAX_STEPS, SEED_COUNT, ImageFormat
 
 MAX_EVENTS = 200_000  # of one answer; the most steps of a request are 12,800, and heartbeats come every second
+_MAX_RETRY_SECONDS = 3600  # a longer Retry-After is a mistake
 MAX_MEMBERS = 20_000  # values in one line or description; an image is one long text
 BYTES_PER_PIXEL = 6  # of an image in base64; a JPEG of noise has 5.5, a PNG file at most 4
 ACCEPT_SECONDS = 600.0  # until the first event; a replica may have to start
@@ -162,6 +163,12 @@ def max_line_bytes(request: Event, description: Event) -> int:
         pixels = max((_Sizes.model_validate(sizes).pixels() for sizes in known if sizes), default=_UNKNOWN_PIXELS)
     upscale: int = request.get("upscale", 1)
     return SMALL_LINE_BYTES + BYTES_PER_PIXEL * min(pixels, LARGEST_SIDE**2) * upscale**2
+
+
+def retry_after(answer: httpx.Response) -> int:
+    """Return the seconds of a server's Retry-After, 1 if it has none."""
+    value = answer.headers.get("Retry-After", "")
+    return min(max(int(value), 1), _MAX_RETRY_SECONDS) if value.isdecimal() and len(value) < 6 else 1
 
 
 def parse_refusal(status: int, data: bytes) -> ApiError:

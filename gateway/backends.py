@@ -24,6 +24,7 @@ from gateway.backend_answers import (
     parse_description,
     parse_refusal,
     read_events,
+    retry_after,
 )
 from gateway.bounded_reading import (
     MAX_DESCRIPTION_BYTES,
@@ -43,7 +44,6 @@ from model.statuses import OF_REQUEST_KINDS
 _CHECK_SECONDS = 2.0  # between two health checks of a local server
 _CONNECT_SECONDS = 5.0
 _PIECE_BYTES = 2**18  # of a body that is sent
-_MAX_RETRY_SECONDS = 3600  # a longer Retry-After is a mistake
 logger = logging.getLogger("preheat.gateway")
 
 
@@ -273,12 +273,11 @@ class Backends:
                 named = {"model": model} if len(backend.descriptions) > 1 else {}
                 async with self._send(backend, ACCEPT_SECONDS, sent | named, headers) as answer:
                     if answer.status_code == 429:
-                        waits.append(_retry_after(answer))
+                        waits.append(retry_after(answer))
                     elif answer.status_code == 503:
                         refused = await _refusal(backend, answer)
                         if refused.code in OF_REQUEST_KINDS:
                             not_loaded = refused
-                            not_loaded.retry_after = _retry_after(answer)
                         else:
                             backend.mark_down()
                     elif answer.status_code != 200:
@@ -377,7 +376,9 @@ async def _refusal(backend: Backend, answer: httpx.Response) -> ApiError:
         return ApiError(502, "A backend refused the gateway's own API key.", None, "backend_refused")
     try:
         async with asyncio.timeout(_CONNECT_SECONDS):
-            return parse_refusal(answer.status_code, await read_body(answer, MAX_ERROR_BYTES))
+            refusal = parse_refusal(answer.status_code, await read_body(answer, MAX_ERROR_BYTES))
+            refusal.retry_after = retry_after(answer) if "Retry-After" in answer.headers else None
+            return refusal
     except (InvalidAnswer, httpx.HTTPError, TimeoutError) as error:
         logger.warning("Backend %s answered %d: %s", backend.name, answer.status_code, str(error) or repr(error))
         return ApiError(502, f"A backend answered {answer.status_code}.", None, "backend_failed")
@@ -396,8 +397,3 @@ def _failed(backend: Backend, request_id: str, error: Exception) -> ApiError:
     )
     again = "The images may have been started, so the request was not repeated. Send it again."
     return ApiError(502, f"{fact} {again}", None, "backend_failed")
-
-
-def _retry_after(answer: httpx.Response) -> int:
-    value = answer.headers.get("Retry-After", "")
-    return min(max(int(value), 1), _MAX_RETRY_SECONDS) if value.isdecimal() and len(value) < 6 else 1

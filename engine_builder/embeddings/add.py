@@ -29,7 +29,7 @@ from engine_builder.releases.publish import write_once
 from engine_builder.stores.store import WritableStore
 from model.deployment import version_number
 from model.errors import ManifestError
-from model.loading.embeddings import may_differ_in_embeddings_only
+from model.loading.embeddings import lacking_tokens, may_differ_in_embeddings_only
 from model.loading.token_tables import TOKEN_TABLE
 from model.pipeline.components import FAMILIES
 from model.prompts.tokenizer import open_tokenizer
@@ -122,12 +122,8 @@ def followed_version(store: WritableStore, added: Manifest) -> Manifest | None:
 
 def _lacking(manifest: Manifest, earlier: Manifest) -> set[str]:
     """Return the tokens of `earlier` that `manifest` lacks, or has with other vectors or rows."""
-    digests = [json.loads(one.builder.get("embeddings", "{}")) for one in (manifest, earlier)]
-    lacking = {token for token, of_token in digests[1].items() if digests[0].get(token) != of_token}
-    for name, record in earlier.tokenizers.items():
-        rows = manifest.tokenizers[name].embeddings or {}
-        lacking |= {token for token, of_token in (record.embeddings or {}).items() if rows.get(token) != of_token}
-    return lacking
+    digests, before = (json.loads(one.builder.get("embeddings", "{}")) for one in (manifest, earlier))
+    return lacking_tokens(manifest, earlier) | {token for token in before if digests.get(token) != before[token]}
 
 
 def open_embeddings(options: Sequence[str]) -> dict[str, EmbeddingFiles]:

@@ -82,8 +82,7 @@ def read_embeddings(
     if later.shared != current.shared:
         return None
     encoders = dict(text_encoders(current))
-    used = {name: _embeddings(current.manifest, name) for name in manifest.tokenizers}
-    if any(not used[name].items() <= _embeddings(manifest, name).items() for name in used):
+    if lacking_tokens(manifest, current.manifest):
         return None
     own = {weights_key(record): record for record in current.streamed_weights()}
     tables: dict[WeightsKey, Tensors] = {}
@@ -112,6 +111,12 @@ def read_embeddings(
 def may_differ_in_embeddings_only(one: Manifest, other: Manifest) -> bool:
     """True if two versions of a release are equal but for their embeddings and the weights of their text encoders."""
     return _without_embeddings(one) == _without_embeddings(other)
+
+
+def lacking_tokens(manifest: Manifest, earlier: Manifest) -> set[str]:
+    """Return the tokens of the embeddings of `earlier` that `manifest` lacks, or has in other rows."""
+    both = [(_embeddings(earlier, name), _embeddings(manifest, name)) for name in manifest.tokenizers]
+    return {token for before, after in both for token, rows in before.items() if after.get(token) != rows}
 
 
 def _embeddings(manifest: Manifest, tokenizer: str) -> dict[str, tuple[int, ...]]:

@@ -388,6 +388,7 @@ def test_a_swap_that_fails_harms_no_other_release(
         for _ in range(2):
             answer = client.post(PREDICT_PATH, json=REQUEST | {"model": "style/2"})
             assert answer.status_code == 503 and "Release style/2 cannot be loaded." in answer.text, answer.text
+            assert answer.headers["Retry-After"] == "5"
             for name in ("toy-sdxl/1", "style/1"):
                 check_image(client, alone[name], model=name)
         # A missing or cut file is found before a slot is given up.
