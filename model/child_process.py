@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 FAILED_EXIT_CODE = 70  # of a process whose device failed; EX_SOFTWARE of sysexits.h
 _hangs_at_exit = False
+_ROOT = str(Path(__file__).resolve().parents[1])  # not in sys.path in a script of an editable installation
 GRACE_SECONDS = 2.0  # for answers in flight, before a process with a failed device ends
 
 
@@ -37,9 +39,9 @@ def start_child(
     """
     module, _, function = entry.rpartition(".")
     call = f"{function}({', '.join(map(str, arguments))})"
-    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+    path = os.pathsep.join(folder or os.getcwd() for folder in [*sys.path, _ROOT])
     return subprocess.Popen(
-        # -S: no .pth files, which take time; what they add is already in `path`. -P: not the current folder.
+        # -S: no .pth files, which take time; the folders that they add are already in `path`. -P: not the current one.
         [python, "-S", "-P", "-c", f"from {module} import {function}; {call}"],
         env={**os.environ, "PYTHONPATH": path, **(environment or {})},
         stdin=subprocess.PIPE,

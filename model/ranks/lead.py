@@ -44,6 +44,7 @@ logger = logging.getLogger("preheat")
 _START_SECONDS = 1800.0  # in which all ranks must have loaded the release
 _EXIT_SECONDS = 2.0  # in which a rank whose connection broke is seen to have ended
 _POLL_SECONDS = 0.1
+_FOLLOWER = "model.ranks.follower.main"
 
 
 def start_followers(settings: Settings, secrets: Mapping[str, str]) -> "Followers":
@@ -76,7 +77,7 @@ class Followers:
             # Ranks on a CPU share its cores. Threads that wait for their turn spin, which took most of a step.
             threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) // self.size))
             variables = {"CUDA_VISIBLE_DEVICES": visible_gpu(rank, gpus)} if gpus else {"OMP_NUM_THREADS": threads}
-            process, connection = start_connected_child("model.ranks.follower.main", variables)
+            process, connection = start_connected_child(_FOLLOWER, variables)
             self._processes.append(process)
             self._connections.append(connection)
             connection.send(Start(settings, plain_secrets(secrets), rank, self.size, str(self._meeting)))
@@ -93,7 +94,7 @@ class Followers:
                     raise RankFailed(f"Rank {rank} of {self.size} did not load the release.")
             try:
                 error = connection.recv()
-            except EOFError:
+            except (EOFError, OSError):
                 error = "its process has ended"
             if error is not None:
                 raise RankFailed(f"Rank {rank} of {self.size} did not load the release: {error}")
