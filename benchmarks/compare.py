@@ -174,7 +174,7 @@ def _of_release(
     quantized = next((engine.precision for engine in manifest.engines if engine.precision.is_quantized), FP8)
     in_8_bits = f"{RELEASE} in {quantized.name.upper()}"
     if loaded.precision != quantized:
-        report(f"Loading the {in_8_bits}")
+        report(f"Loading the {in_8_bits}, if it has these engines")
         try:
             _, candidate = _load_release(store, manifest.name, in_8_bits, precision=quantized.name)
         except NoEngineForTarget as error:
