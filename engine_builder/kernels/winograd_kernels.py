@@ -27,34 +27,47 @@ def _winograd_tile_positions(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _normed_silu(  # type: ignore[no-untyped-def]
-    hidden, scale, shift, entry, y, x, exists, channel,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
+    hidden, rows, scale, shift, entry, y, x, exists, channel,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    # Returns silu(norm) of one pixel of each tile. The convolution pads after the norm, so its border is zero.
+    # Returns silu(norm) of one pixel of each tile. The convolution pads after the norm, so its border is zero. The rows
+    # above and below come from `rows`, unless ENTRIES, the batch of `rows`, is 0.
     inside = (exists & (y >= 0) & (y < HEIGHT) & (x >= 0) & (x < WIDTH))[:, None]
     offsets = ((entry * HEIGHT + y) * WIDTH + x)[:, None] * CHANNELS + channel[None, :]
     normed = tl.load(hidden + offsets, inside, 0.0).to(tl.float32) * scale + shift
-    return tl.where(inside, normed / (1.0 + tl.exp2(normed * -1.4426950408889634)), 0.0)
+    activated = tl.where(inside, normed / (1.0 + tl.exp2(normed * -1.4426950408889634)), 0.0)
+    if ENTRIES:
+        outside = (exists & ((y == -1) | (y == HEIGHT)) & (x >= 0) & (x < WIDTH))[:, None]
+        row = tl.where(y < 0, entry, ENTRIES + entry)
+        offsets = (row * WIDTH + x)[:, None] * CHANNELS + channel[None, :]
+        activated += tl.load(rows + offsets, outside, 0.0).to(tl.float32)
+    return activated
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _winograd_column(  # type: ignore[no-untyped-def]
-    hidden, scale, shift, entry, top, x, exists, channel,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
+    hidden, rows, scale, shift, entry, top, x, exists, channel,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     # Returns a column of B^T pixels.
-    first = _normed_silu(hidden, scale, shift, entry, top, x, exists, channel, HEIGHT, WIDTH, CHANNELS)
-    second = _normed_silu(hidden, scale, shift, entry, top + 1, x, exists, channel, HEIGHT, WIDTH, CHANNELS)
-    third = _normed_silu(hidden, scale, shift, entry, top + 2, x, exists, channel, HEIGHT, WIDTH, CHANNELS)
-    fourth = _normed_silu(hidden, scale, shift, entry, top + 3, x, exists, channel, HEIGHT, WIDTH, CHANNELS)
+    first = _normed_silu(hidden, rows, scale, shift, entry, top, x, exists, channel, HEIGHT, WIDTH, CHANNELS, ENTRIES)
+    second = _normed_silu(
+        hidden, rows, scale, shift, entry, top + 1, x, exists, channel, HEIGHT, WIDTH, CHANNELS, ENTRIES
+    )
+    third = _normed_silu(
+        hidden, rows, scale, shift, entry, top + 2, x, exists, channel, HEIGHT, WIDTH, CHANNELS, ENTRIES
+    )
+    fourth = _normed_silu(
+        hidden, rows, scale, shift, entry, top + 3, x, exists, channel, HEIGHT, WIDTH, CHANNELS, ENTRIES
+    )
     return first - third, second + third, third - second, second - fourth
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _winograd_tiles_kernel(  # type: ignore[no-untyped-def]
-    hidden, mean, deviation, weight, bias, out,
+    hidden, mean, deviation, weight, bias, rows, out,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr, TILES: tl.constexpr,
-    BLOCK: tl.constexpr, SLICE: tl.constexpr,
+    ENTRIES: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
     plane: tl.constexpr = TILES * CHANNELS
     tile, exists, channel, entry, y, x = _winograd_tile_positions(HEIGHT, WIDTH, TILES, BLOCK, SLICE)
@@ -62,10 +75,18 @@ def _winograd_tiles_kernel(  # type: ignore[no-untyped-def]
     group = entry[:, None] * GROUPS + (channel // (CHANNELS // GROUPS))[None, :]
     scale = tl.load(weight + channel).to(tl.float32)[None, :] / tl.load(deviation + group, exists[:, None], 1.0)
     shift = tl.load(bias + channel).to(tl.float32)[None, :] - tl.load(mean + group, exists[:, None], 0.0) * scale
-    first = _winograd_column(hidden, scale, shift, entry, top, left, exists, channel, HEIGHT, WIDTH, CHANNELS)
-    second = _winograd_column(hidden, scale, shift, entry, top, left + 1, exists, channel, HEIGHT, WIDTH, CHANNELS)
-    third = _winograd_column(hidden, scale, shift, entry, top, left + 2, exists, channel, HEIGHT, WIDTH, CHANNELS)
-    fourth = _winograd_column(hidden, scale, shift, entry, top, left + 3, exists, channel, HEIGHT, WIDTH, CHANNELS)
+    first = _winograd_column(
+        hidden, rows, scale, shift, entry, top, left, exists, channel, HEIGHT, WIDTH, CHANNELS, ENTRIES
+    )
+    second = _winograd_column(
+        hidden, rows, scale, shift, entry, top, left + 1, exists, channel, HEIGHT, WIDTH, CHANNELS, ENTRIES
+    )
+    third = _winograd_column(
+        hidden, rows, scale, shift, entry, top, left + 2, exists, channel, HEIGHT, WIDTH, CHANNELS, ENTRIES
+    )
+    fourth = _winograd_column(
+        hidden, rows, scale, shift, entry, top, left + 3, exists, channel, HEIGHT, WIDTH, CHANNELS, ENTRIES
+    )
     for i in tl.static_range(4):
         row = out + 4 * i * plane + tile[:, None] * CHANNELS + channel[None, :]
         tl.store(row, (first[i] - third[i]).to(out.dtype.element_ty), exists[:, None])
@@ -75,11 +96,14 @@ def _winograd_tiles_kernel(  # type: ignore[no-untyped-def]
 
 
 @library.triton_op("preheat::winograd_tiles", mutates_args={})
-def winograd_tiles(hidden: Tensor, mean: Tensor, deviation: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def winograd_tiles(
+    hidden: Tensor, mean: Tensor, deviation: Tensor, weight: Tensor, bias: Tensor, rows: Tensor | None
+) -> Tensor:
     """Return silu(group norm of hidden) in tiles, in the basis of `winograd`: B^T pixels B.
 
     hidden: [batch, height, width, channels], contiguous; mean and deviation: [batch, groups], fp32, contiguous; weight
-    and bias of the norm: [channels]. channels is a multiple of 64. Returns [16, batch * tiles, channels], with
+    and bias of the norm: [channels]. rows: the results of the norm and SiLU above and below `hidden`, [2, batch, width,
+    channels], contiguous; None: zeros. channels is a multiple of 64. Returns [16, batch * tiles, channels], with
     ceil(height / 2) * ceil(width / 2) tiles.
     """
     batch, height, width, channels = hidden.shape
@@ -87,8 +111,9 @@ def winograd_tiles(hidden: Tensor, mean: Tensor, deviation: Tensor, weight: Tens
     out = hidden.new_empty(16, tiles, channels)
     block, slice_channels = _winograd_block(channels)
     library.wrap_triton(_winograd_tiles_kernel)[(-(-tiles // block), channels // slice_channels)](
-        hidden, mean, deviation, weight, bias, out, HEIGHT=height, WIDTH=width, CHANNELS=channels,
-        GROUPS=mean.shape[1], TILES=tiles, BLOCK=block, SLICE=slice_channels, num_warps=_TILES_WARPS,
+        hidden, mean, deviation, weight, bias, hidden if rows is None else rows, out, HEIGHT=height, WIDTH=width,
+        CHANNELS=channels, GROUPS=mean.shape[1], TILES=tiles, ENTRIES=0 if rows is None else batch, BLOCK=block,
+        SLICE=slice_channels, num_warps=_TILES_WARPS,
     )  # fmt: skip
     return out
 

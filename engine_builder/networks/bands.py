@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import model.engines.row_exchange  # noqa: F401  # defines the operators
 
 # Part of the key of engines with bands. Raise it when this module's arithmetic or operators change.
-BANDS_VERSION = 1
+BANDS_VERSION = 2
 _COUNT = ContextVar("_COUNT", default=1)
 
 
@@ -57,13 +57,24 @@ def convolve(conv: Any, hidden: Tensor) -> Tensor:
         raise TypeError(f"{type(conv).__name__} cannot convolve one band of an image")
     if not cast(int, conv.padding[0]):
         return cast(Tensor, conv(hidden))
+    above, below = neighbour_rows(edge_rows(hidden)).unbind(0)
     band = _rows_first(hidden)
-    above, below = torch.ops.preheat.neighbour_rows(torch.stack([band[:, 0], band[:, -1]])).unbind(0)
     # With a stride of 2, the last window of an even number of rows ends within the band.
     read = [above[:, None], band] if conv.stride[0] == 2 else [above[:, None], band, below[:, None]]
     extended = torch.cat(read, 1).permute(0, 3, 1, 2)
     columns = cast(int, conv.padding[1])
     return F.conv2d(extended, conv.weight, conv.bias, conv.stride, (0, columns))
+
+
+def edge_rows(hidden: Tensor) -> Tensor:
+    """Return the first and the last row of [batch, channels, height, width]: [2, batch, width, channels]."""
+    band = _rows_first(hidden)
+    return torch.stack([band[:, 0], band[:, -1]])
+
+
+def neighbour_rows(edges: Tensor) -> Tensor:
+    """Return the rows above and below this band, zeros beyond the image, in the shape of its own `edge_rows`."""
+    return cast(Tensor, torch.ops.preheat.neighbour_rows(edges))
 
 
 def image_statistics(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:

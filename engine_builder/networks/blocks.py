@@ -16,8 +16,10 @@ from engine_builder.kernels.winograd import WinogradConv
 from engine_builder.networks.bands import (
     band_count,
     convolve,
+    edge_rows,
     group_norm_of_band,
     image_statistics,
+    neighbour_rows,
     tokens_of_image,
 )
 from engine_builder.networks.onnx_form import is_for_onnx
@@ -167,10 +169,16 @@ def _winograd_conv(
 
     if bias is not None:
         hidden = repeat_batch(hidden, bias.shape[0])
-    mean, variance = _statistics(norm, hidden)
+    mean, variance = image_statistics(*_statistics(norm, hidden))
     height, width = hidden.shape[2:]
     deviation = (variance + norm.eps).sqrt()
-    tiles = kernels.winograd_tiles(hidden.permute(0, 2, 3, 1).contiguous(), mean, deviation, norm.weight, norm.bias)
+    rows = None
+    if band_count() > 1:
+        scale, shift = _affine_via_store(norm, mean, variance)
+        activated = F.silu(edge_rows(hidden).float() * scale[:, None] + shift[:, None])
+        rows = neighbour_rows(activated.to(hidden.dtype))
+    pixels = hidden.permute(0, 2, 3, 1).contiguous()
+    tiles = kernels.winograd_tiles(pixels, mean, deviation, norm.weight, norm.bias, rows)
     products = torch.bmm(tiles, conv.weight.transpose(1, 2))
     added = None if residual is None else residual.permute(0, 2, 3, 1).contiguous()
     out: Tensor = kernels.winograd_pixels(products, conv.bias, height, width, bias, added)

@@ -133,15 +133,14 @@ class StepUnet(nn.Module):
     ) -> None:
         """`use_winograd`: replace wide convolutions by the form in `winograd`. For GPUs in half precision only.
 
-        Bands have no such convolutions: their transforms are fused with group norm and would normalize the zeros around
-        the image. `rank`: of the adapters that the feature "lora" takes.
+        `rank`: of the adapters that the feature "lora" takes.
         """
         super().__init__()
         assert not {GUIDED_ZEROS, IMAGE_PROMPT} <= set(features)  # both halves attend to reference images
         self.network = network
         self.features = frozenset(features)
         self.bands = bands
-        self.widths = prepare_blocks(network, use_winograd and bands == 1)
+        self.widths = prepare_blocks(network, use_winograd)
         for block in network.up_blocks:
             for upsampler in block.upsamplers or ():
                 subpixel_upsample(upsampler)

@@ -13,9 +13,10 @@ from engine_builder.building.band_engine import BandEngine
 from engine_builder.building.build_plan import BuildPlan, Size, SizesRefused
 from engine_builder.building.eager_engine import EagerEngine
 from engine_builder.checkpoints.folder import Checkpoint
+from engine_builder.checkpoints.random_models import make_network
 from engine_builder.kernels.kernel_form import plain_operations
-from engine_builder.kernels.winograd import WinogradConv
 from engine_builder.networks.network import ModuleReader, Network, load_network
+from engine_builder.networks.unet import StepUnet
 from model.engines import row_exchange
 from model.errors import EngineError
 from model.pipeline.spec import UNET
@@ -53,7 +54,14 @@ def test_bands_compute_the_whole_image(count: int) -> None:
     inputs = example_inputs(unet.signature, 2, unet.multiple, unet.multiple + 32, "cpu")
     noise = band_engine(unet, unet.bands).run(inputs)["noise"]
     torch.testing.assert_close(noise, run_whole(unet, inputs), atol=3e-5, rtol=0)
-    assert not any(isinstance(module, WinogradConv) for module in unet.module.modules())
+
+
+def test_bands_have_the_weights_of_the_whole_unet() -> None:
+    """So a GPU has them once. In half precision on GPUs, SDXL's wide convolutions are Winograd's."""
+    with torch.device("meta"):
+        modules = [StepUnet(make_network(UNET), use_winograd=True, bands=bands) for bands in (1, 2)]
+    whole, band = ({name: weight.shape for name, weight in each.named_parameters()} for each in modules)
+    assert whole == band and sum(len(shape) == 3 for shape in band.values()) == 27
 
 
 class Unconnected:

@@ -355,7 +355,7 @@ def test_kernels_are_used_on_gpus_except_in_validations() -> None:
 
 @pytest.mark.parametrize("component, precision, device, uses_winograd", [
     ("unet", FP16, "cuda", True), ("unet_guided", BF16, "cuda", True), ("unet", FP32, "cuda", False),
-    ("unet", FP16, "cpu", False), ("unet_2_bands", FP16, "cuda", False),
+    ("unet", FP16, "cpu", False), ("unet_2_bands", FP16, "cuda", True),
 ])  # fmt: skip
 @pytest.mark.usefixtures("winograd_without_gpu")
 def test_unet_uses_winograd_on_gpus_in_half_precision(

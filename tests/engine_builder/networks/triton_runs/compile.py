@@ -86,7 +86,8 @@ if __name__ == "__main__":
                 narrow, up = fp16(2, tokens, rank), fp16(2, rank * 10240)
                 kernels.geglu(fp16(2, tokens, 1280), fp16(10240, 1280), fp16(10240), None, None, narrow, up)
         hidden, groups, products = fp16(2, height, width, 1280), torch.zeros(2, 32), fp16(16, tiles, 1280)
-        winograd_kernels.winograd_tiles(hidden, groups, groups, fp16(1280), fp16(1280))
+        for rows in (None, fp16(2, 2, width, 1280)):
+            winograd_kernels.winograd_tiles(hidden, groups, groups, fp16(1280), fp16(1280), rows)
         winograd_kernels.winograd_pixels(products, fp16(1280), height, width, fp16(2, 1280), None)
         winograd_kernels.winograd_pixels(products, fp16(1280), height, width, None, hidden)
     for capability in ((8, 9), (9, 0)):
