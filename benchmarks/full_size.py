@@ -2,14 +2,16 @@
 
     python -m benchmarks.full_size WORK [--only images --only controls ...] [--jobs 8]
 
-Takes some 40 minutes on an H100 with 16 cores without `load`, `load-fp8` and `releases`, most of it for compiling (an
-estimate). These three measure the Truss server on one GPU: with a release in fp16 and in FP8, and with three releases
-in two slots. With --gpus one image is also measured on several GPUs: with two in halves of guidance and in two bands,
-with more in halves of two bands or more images.
+Takes some 40 minutes on an H100 with 16 cores without `load`, `load-fp8`, `releases` and `soak`, most of it for
+compiling (an estimate). These four measure the Truss server on one GPU: with a release in fp16 and in FP8, with three
+releases in two slots, and with random requests that use adapters, a ControlNet and an IP-Adapter. `compare` compares
+the release in fp16 with diffusers. With --gpus one image is also measured on several GPUs: with two in halves of
+guidance and in two bands, with more in halves of two bands or more images.
 
-WORK/rows/ has a file of rows for each measurement (`releases` also writes cold-start.json), WORK/logs/ the output of
-each command, WORK/config.yaml the config of the servers. A command that has succeeded is not run again, so the same
-call continues after an interruption. A failed command ends with its last lines, and what does not need it goes on.
+WORK/rows/ has a file of rows for each measurement (`releases` also writes cold-start.json), WORK/compare/ the report of
+`compare`, WORK/logs/ the output of each command, WORK/config.yaml and WORK/soak.yaml the configs of the servers. A
+command that has succeeded is not run again, so the same call continues after an interruption. A failed command ends
+with its last lines, and what does not need it goes on.
 """
 
 import argparse
@@ -31,8 +33,9 @@ _CLI = "preheat"
 _BENCHMARKS = "benchmarks"
 _DATA = Path(__file__).resolve().parents[1] / "data"
 _CONFIG = _DATA.parent / "truss" / "configs" / "h200.yaml"
-_CONFIG_NAME = "config.yaml"
-_ROWS = 16  # largest batch of the servers' UNet
+_CONFIGS = {"config.yaml": 16, "soak.yaml": 4}
+"""The name of a config of a server -> the largest batch of its UNet."""
+_SERVER, _SOAK = _CONFIGS
 _LOADS = [
     ("", "1,8,32", "0.68,0.87"),
     ("lcm", "1,8", ""),
@@ -98,7 +101,7 @@ class _Commands:
 def plan(options: argparse.Namespace) -> Plan:
     """Return what is prepared and measured. `options`: of `main`."""
     commands = _Commands(options)
-    plans = [_plan_pipelines(commands), _plan_servers(commands)]
+    plans = [_plan_pipelines(commands), _plan_servers(commands), _plan_soak(commands)]
     if options.gpus > 1:
         plans.append(_plan_several_gpus(commands))
     prepared, measured = ([work for each in kind for work in each] for kind in zip(*plans, strict=True))
@@ -114,6 +117,7 @@ def _plan_pipelines(commands: _Commands) -> Plan:
     make_nets = [make("controlnet", path, "--kind", kind) for kind, path in nets.items()]
     ip = ("--ip-adapter", f"plain={adapter}/plain.safetensors")
     lora, sd_size = ("--lora-rank", "32"), commands.options.sd_size
+    compared = ("--release", "sdxl/1", "--runs", "12", "--out", commands.path("compare"))
     base = ("sdxl-model",)
     prepared = [
         Work("sdxl", (*make_nets, *release(sdxl, "sdxl", commands.batches(1, 2), *controlnets)), base),
@@ -123,6 +127,7 @@ def _plan_pipelines(commands: _Commands) -> Plan:
     ]
     return prepared, [
         measurement("text", "sdxl", ("latency", "text"), "--peer", sdxl),
+        Work("compare", ((_CLI, "compare", sdxl, *commands.store, *compared),), ("sdxl",)),
         measurement("images", "sdxl", ("latency", "images"), *commands.counts),
         measurement("controls", "sdxl", ("latency", "controls"), *commands.counts),
         measurement("image-prompts", "sdxl-ip", ("latency", "image-prompts"), *commands.counts),
@@ -134,7 +139,7 @@ def _plan_pipelines(commands: _Commands) -> Plan:
 def _plan_servers(commands: _Commands) -> Plan:
     """Plan the Truss server: load on a release in fp16 and in FP8, and three releases in two slots."""
     options, release = commands.options, commands.release
-    batches, served = commands.batches(1, 2, 4, 8, 16), (*commands.store, "--config", commands.path(_CONFIG_NAME))
+    batches, served = commands.batches(1, 2, 4, 8, 16), (*commands.store, "--config", commands.path(_SERVER))
     seconds = ("--seconds", str(options.seconds), "--open-seconds", str(options.open_seconds))
     loads = (*served, "--size", options.size, "--steps", "20", *seconds)
     size = ("--size", options.size)
@@ -181,6 +186,25 @@ def _plan_servers(commands: _Commands) -> Plan:
             ("sdxl-load", "sdxl-tuned"),
         ),
     ]
+
+
+def _plan_soak(commands: _Commands) -> Plan:
+    """Plan random requests to a server of a release with everything: adapters as inputs and merged, two networks."""
+    make, path = commands.make, commands.path
+    small, adapter, loras = (path(f"soak-{name}") for name in ("controlnet", "ip-adapter", "loras"))
+    made = (
+        make("controlnet", small, "--kind", "small"),
+        make("ip-adapter", adapter),
+        make("lora", loras),
+        make("lora", loras, "--kind", "all", "--rank", "32", "--seed", "1"),
+    )
+    options = ("--controlnet", f"small={small}", "--ip-adapter", f"plain={adapter}/plain.safetensors")
+    release = commands.release(commands.sdxl, "sdxl-soak", commands.batches(1, 2, 4), *options, "--lora-rank", "16")
+    added = tuple((_CLI, "add-lora", kind, f"{loras}/{kind}.safetensors", *commands.store) for kind in ("unet", "all"))
+    named = (*commands.store, "--config", path(_SOAK), "--lora", "unet", "--lora", "all", "--clients", "12")
+    soak = (f"{_BENCHMARKS}.soak", "sdxl-soak/1", *named, "--precision", "fp16", *commands.rows("soak"))
+    prepared = Work("sdxl-soak", (*made, *release, *added), ("sdxl-model",))
+    return [prepared], [Work("soak", (soak,), ("sdxl-soak",))]
 
 
 def _plan_several_gpus(commands: _Commands) -> Plan:
@@ -234,11 +258,11 @@ def run_all(folder: Path, prepared: Sequence[Work], measured: Sequence[Work]) ->
     return all(results.values())
 
 
-def write_config(config: Path, path: Path, size: str) -> None:
-    """Write a config of one worker that serves one size."""
+def write_config(config: Path, path: Path, size: str, rows: int) -> None:
+    """Write a config of one worker that serves one size. `rows`: the largest batch of its UNet."""
     content = yaml.safe_load(config.read_text())
     width, height = map(int, size.split("x"))
-    bucket = {"height": height, "width": width, "rows": _ROWS}
+    bucket = {"height": height, "width": width, "rows": rows}
     content["model_metadata"]["preheat"] |= {"buckets": [bucket], "workers": 1}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(content, sort_keys=False))
@@ -270,7 +294,8 @@ def main() -> None:
     if unknown := [name for name in options.only if name not in names]:
         parser.error(f"--only {unknown[0]}: expected one of {', '.join(names)}")
     chosen = [work for work in measured if not options.only or work.name in options.only]
-    write_config(options.config, options.work / _CONFIG_NAME, options.size)
+    for name, rows in _CONFIGS.items():
+        write_config(options.config, options.work / name, options.size, rows)
     if not run_all(options.work.absolute(), prepared, chosen):
         sys.exit(1)
 

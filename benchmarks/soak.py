@@ -1,6 +1,7 @@
 """Send random requests of what a server describes, for minutes, and watch its memory and each picture.
 
     python -m benchmarks.soak URL [--seconds 600] [--clients 16] [--leave 0.1]
+    python -m benchmarks.soak MODEL/VERSION --store STORE --config CONFIG --lora NAME    # starts a server
 
 Requests differ in release, size, sampler, forecast, steps, guidance, prompts and their syntax, format and enlargement.
 They use the refiner, adapters, input images with a mask, a ControlNet, an IP-Adapter and streams with previews, each in
@@ -18,7 +19,8 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -32,12 +34,14 @@ from gateway.endpoint import parse_endpoint
 from model.denoising.sampler_specs import HEUN
 from model.errors import PreheatError
 from model.validation import PromptSyntax
+from preheat.console import DEFAULT_STORE, DEMO_CONFIG, ROOT, SERVERS
 from preheat.local_server.client import generate
-from preheat.local_server.demo import read_metrics
+from preheat.local_server.demo import read_metrics, serving
 
 _PARTS = 10  # of the time, each with its memory in the row
 _MAX_GROWTH = 0.1  # the most memory depends on which requests meet
 _DESCRIBE_SECONDS = 60.0
+_START_SECONDS = 600.0
 _MAX_RANGE_SIDE = 2  # times the smallest side, of sizes that a release serves as a range
 _PROMPTS = ("a large red circle on a blue background", "two green squares on white", "a (blue:1.2) line", "")
 _MEMORY_METRICS = {
@@ -295,9 +299,24 @@ def _size_of_picture(data: str) -> tuple[int, int]:
         return image.size
 
 
+@contextmanager
+def _url_of(options: argparse.Namespace) -> Iterator[str]:
+    """The URL of the options, or that of a server of their release, until the end of the block."""
+    if "://" in options.server:
+        yield options.server
+        return
+    releases = [options.server]
+    with serving(ROOT, options.config, SERVERS, options.store, releases, loras=options.lora) as server:
+        server.wait_ready(_START_SECONDS)
+        yield server.url
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("url", help="a running server, for example of `preheat serve`")
+    parser.add_argument("server", help="URL of a running server, or MODEL/VERSION: a server of it is started")
+    parser.add_argument("--store", default=DEFAULT_STORE, help="of the release")
+    parser.add_argument("--config", type=Path, default=DEMO_CONFIG, help="config.yaml of the server that is started")
+    parser.add_argument("--lora", action="append", default=[], help="an adapter of it, repeatable, also as a pattern")
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--leave", type=float, default=0.1, help="share of the requests whose client leaves early")
@@ -309,7 +328,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--max-steps: at least 2, because an input image leaves fewer")
     try:
         check_rows_file(options.out)
-        result = soak(options.url, options.seconds, options.clients, options.leave, options.max_steps)
+        with _url_of(options) as url:
+            result = soak(url, options.seconds, options.clients, options.leave, options.max_steps)
     except PreheatError as error:
         sys.exit(str(error))
     if result.latencies:

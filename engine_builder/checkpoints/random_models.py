@@ -4,6 +4,7 @@
     python -m engine_builder.checkpoints.random_models sd OUT
     python -m engine_builder.checkpoints.random_models controlnet OUT [--kind full|mid|small]
     python -m engine_builder.checkpoints.random_models ip-adapter OUT [--kind plain|plus]
+    python -m engine_builder.checkpoints.random_models lora OUT [--kind unet|all] [--rank 16]
 
 The settings are those of stabilityai/stable-diffusion-xl-base-1.0, its -refiner-1.0 and
 stable-diffusion-v1-5/stable-diffusion-v1-5 on the Hugging Face Hub. Tokenizers are copied from a small model, because a
@@ -13,11 +14,13 @@ for fp16 (madebyollin/sdxl-vae-fp16-fix), so an fp16 build has it in fp16.
 A "full" ControlNet has the blocks of SDXL's UNet, like diffusers/controlnet-canny-sdxl-1.0. "mid" has one transformer
 layer in the last level, and "small" has no attention, like the -mid and -small models of the same authors. IP-Adapters
 are OUT/KIND.safetensors and the folder OUT/image_encoder, a CLIP ViT-H/14: "plain" has the shapes of
-`ip-adapter_sdxl_vit-h`, "plus" those of `ip-adapter-plus_sdxl_vit-h`.
+`ip-adapter_sdxl_vit-h`, "plus" those of `ip-adapter-plus_sdxl_vit-h`. A LoRA adapter is OUT/KIND.safetensors, for the
+linears of the UNet's transformers, "all" also for those of the text encoders.
 """
 
 import argparse
 import json
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -94,6 +97,9 @@ IMAGE_ENCODER: Config = {
 ControlNetKind = Literal["full", "mid", "small"]
 IpAdapterKind = Literal["plain", "plus"]
 IP_ADAPTER_KINDS: tuple[IpAdapterKind, ...] = ("plain", "plus")
+LoraKind = Literal["unet", "all"]
+LORA_KINDS: tuple[LoraKind, ...] = ("unet", "all")
+_LORA_LAYERS = re.compile(r".*\.(attn[12]\.to_(q|k|v|out\.0)|ff\.net\.(0\.proj|2)|(q|k|v|out)_proj|fc[12])")
 _TOKENS, _PLUS_TOKENS, _PLUS_WIDTH, _PLUS_LAYERS, _PLUS_INNER = 4, 16, 1280, 4, 20 * 64
 Shapes = dict[str, tuple[int, ...]]
 
@@ -261,10 +267,31 @@ def write_ip_adapter(folder: Path, kind: IpAdapterKind = "plain", seed: int = 0)
     encoder.half().save_pretrained(folder / "image_encoder")
 
 
+def write_lora(
+    folder: Path, kind: LoraKind = "unet", rank: int = 16, seed: int = 0, configs: Configs = CONFIGS
+) -> None:
+    """Write a LoRA adapter in fp16, with diffusers' keys. It changes each product by about a tenth."""
+    networks = ("unet", "text_encoder", "text_encoder_2") if kind == "all" else ("unet",)
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for name in networks:
+        with torch.device("meta"):
+            network = make_network(name, configs)
+        for path, module in network.named_modules():
+            if isinstance(module, torch.nn.Linear) and _LORA_LAYERS.fullmatch(path):
+                key = f"{name}.{'text_model.' * path.startswith('encoder.')}{path}"  # transformers 5 has no text_model
+                down = torch.randn(rank, module.in_features, generator=generator) * module.in_features**-0.5
+                up = 0.1 * torch.randn(module.out_features, rank, generator=generator) * rank**-0.5
+                tensors |= {f"{key}.lora_A.weight": down.half(), f"{key}.lora_B.weight": up.half()}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / f"{kind}.safetensors")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     models = parser.add_subparsers(dest="model", required=True)
-    for name in ("sdxl", "sd", "controlnet", "ip-adapter"):
+    kinds = {"controlnet": ("full", "mid", "small"), "ip-adapter": IP_ADAPTER_KINDS, "lora": LORA_KINDS}
+    for name in ("sdxl", "sd", *kinds):
         model = models.add_parser(name)
         model.add_argument("out", type=Path)
         model.add_argument("--seed", type=int, default=0)
@@ -273,13 +300,17 @@ def main() -> None:
                 "--tokenizers", type=Path, default=Path("data/tiny-sdxl"), help="a model folder to copy tokenizers from"
             )
         else:
-            kinds = ("full", "mid", "small") if name == "controlnet" else IP_ADAPTER_KINDS
-            model.add_argument("--kind", choices=kinds, default=kinds[0])
+            model.add_argument("--kind", choices=kinds[name], default=kinds[name][0])
+        if name == "lora":
+            model.add_argument("--rank", type=int, default=16)
         if name == "sdxl":
             model.add_argument("--refiner", action="store_true", help="also write the refiner, to OUT/refiner")
             model.add_argument("--unet-seed", type=int, help="of the base's UNet: a fine-tune; default: --seed")
     options = vars(parser.parse_args())
-    writers = {"sdxl": write_sdxl, "sd": write_sd, "controlnet": write_controlnet, "ip-adapter": write_ip_adapter}
+    writers = {
+        "sdxl": write_sdxl, "sd": write_sd, "controlnet": write_controlnet, "ip-adapter": write_ip_adapter,
+        "lora": write_lora,
+    }  # fmt: skip
     write: Any = writers[options.pop("model")]
     out = options.pop("out")
     write(out, **options)

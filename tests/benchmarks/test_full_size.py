@@ -1,6 +1,7 @@
 """The command that prepares and measures full-size models: order, failures, and a repeated call. On commands that write
 files in place of builds; the real plan is only checked for what it names. And models with random weights."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 from typer.main import get_command
 
 from benchmarks.full_size import Work, make_parser, plan, run_all, write_config
@@ -18,6 +20,7 @@ from engine_builder.networks.network import load_network
 from engine_builder.networks.network_check import check_model
 from model.store.precision import FP16
 from preheat.main import app
+from tests.support.adapters import module_shapes
 from tests.support.components import BASE_COMPONENTS, REFINER_COMPONENTS
 from tests.support.repository import MODEL_FOLDER
 
@@ -86,11 +89,12 @@ def test_plan_names_the_size_and_gpus(tmp_path: Path) -> None:
 
     prepared, measured = planned("--size", "256x256")
     builds = [" ".join(command) for one in prepared for command in one.commands if "build" in command]
-    assert len(builds) == 8 and "--size 256x256@2 --controlnet full=" in builds[0] and "--lora-rank 32" in builds[1]
+    assert len(builds) == 9 and "--size 256x256@2 --controlnet full=" in builds[0] and "--lora-rank 32" in builds[1]
     assert [one.name for one in measured] == [
-        "text", "images", "controls", "image-prompts", "adapters", "sd-text", "load", "load-fp8", "releases",
+        "text", "compare", "images", "controls", "image-prompts", "adapters", "sd-text", "load", "load-fp8", "releases",
+        "soak",
     ]  # fmt: skip
-    write_config(make_parser().parse_args([str(tmp_path)]).config, tmp_path / "config.yaml", "256x128")
+    write_config(make_parser().parse_args([str(tmp_path)]).config, tmp_path / "config.yaml", "256x128", 16)
     settings = yaml.safe_load((tmp_path / "config.yaml").read_text())["model_metadata"]["preheat"]
     assert settings["buckets"] == [{"height": 128, "width": 256, "rows": 16}] and settings["workers"] == 1
     for one in (*prepared, *measured):
@@ -148,3 +152,19 @@ def test_random_controlnets_have_sdxls_levels() -> None:
         assert entries["block_out_channels"] == random_models.UNET["block_out_channels"]
         assert len(entries["down_block_types"]) == len(random_models.UNET["down_block_types"])
     assert not any("CrossAttn" in name for name in random_models.controlnet_config("small")["down_block_types"])
+
+
+@pytest.mark.parametrize("kind", random_models.LORA_KINDS)
+def test_random_loras_fit_the_model(kind: random_models.LoraKind, tmp_path: Path) -> None:
+    """data/tiny-sdxl stands for SDXL."""
+    names = ("unet", "text_encoder", "text_encoder_2")
+    files = {name: json.loads((MODEL_FOLDER / name / "config.json").read_text()) for name in names}
+    configs = {name: {key: file[key] for key in file if not key.startswith("_")} for name, file in files.items()}
+    random_models.write_lora(tmp_path, kind, rank=3, configs=configs)
+    tensors, shapes = load_file(tmp_path / f"{kind}.safetensors"), module_shapes(MODEL_FOLDER)
+    assert {key.partition(".")[0] for key in tensors} == ({"unet"} if kind == "unet" else set(names))
+    changed = {key.removesuffix(".lora_A.weight") for key in tensors if key.endswith(".lora_A.weight")}
+    assert len(tensors) == 2 * len(changed) and changed <= shapes.keys()
+    for name in changed:
+        up, down = (tensors[f"{name}.lora_{part}.weight"] for part in "BA")
+        assert (up @ down).shape == shapes[name] and down.dtype == torch.float16

@@ -6,7 +6,10 @@ import random
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -165,3 +168,20 @@ def test_prints_a_row_and_ends_with_the_failures(
         main([url, "--max-steps", "1"])
     with pytest.raises(SystemExit, match="cannot be read"):
         main(["http://127.0.0.1:9", "--seconds", "1"])
+
+
+def test_starts_a_server_of_a_release(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[Any] = []
+
+    @contextmanager
+    def serving(*arguments: Any, loras: Any) -> Iterator[Any]:
+        started.append((*arguments, loras))
+        yield SimpleNamespace(url=url, wait_ready=started.append)
+
+    monkeypatch.setattr("benchmarks.soak.serving", serving)
+    main(["style/1", "--store", "a store", "--config", "a.yaml", "--lora", "b", "--seconds", "5", "--clients", "1"])
+    (_, config, _, *served), _ = started
+    assert (config, served) == (Path("a.yaml"), ["a store", ["style/1"], ["b"]])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])[0]["runs"] > 0
