@@ -83,6 +83,16 @@ def test_refuses_engines_that_do_not_fit_together(store_copy: WritableStore) -> 
     assert store_copy.releases() == ["toy-sdxl/1"]
 
 
+def test_refuses_weights_of_another_form(store_copy: WritableStore) -> None:
+    """As of two targets that were built by different versions: the older engines would not fit the newer weights."""
+    [*weights, last] = read_draft(store_copy).weights
+    other = last.model_copy(update={"blobs": (last.blobs[0].model_copy(update={"sha256": "0" * 64}),)})
+    add_draft_of_another_target(store_copy, created="2020-01-01T00:00:00+00:00", weights=(*weights, other))
+    with pytest.raises(ManifestError, match=rf"{last.component} in different forms\. Build for {OTHER} again"):
+        publish(store_copy, "toy-sdxl")
+    assert store_copy.releases() == ["toy-sdxl/1"]
+
+
 def test_other_numbers_for_previews_make_no_release(store_copy: WritableStore) -> None:
     """Each build fits it again, so other numbers alone make no other release."""
     draft, published = read_draft(store_copy), store_copy.read_release("toy-sdxl/1")
