@@ -44,7 +44,6 @@ logger = logging.getLogger("preheat")
 _START_SECONDS = 1800.0  # in which all ranks must have loaded the release
 _EXIT_SECONDS = 2.0  # in which a rank whose connection broke is seen to have ended
 _POLL_SECONDS = 0.1
-_FOLLOWER = "model.ranks.follower.main"
 
 
 def start_followers(settings: Settings, secrets: Mapping[str, str]) -> "Followers":
@@ -61,8 +60,12 @@ def start_followers(settings: Settings, secrets: Mapping[str, str]) -> "Follower
 class Followers:
     """The processes of all ranks but 0. Constructing it starts them. They load the release on their own."""
 
-    def __init__(self, settings: Settings, secrets: Mapping[str, str], gpus: int) -> None:
-        """`gpus`: the number of GPUs that this process sees, 0 on a CPU; each rank uses one. Raises OSError."""
+    def __init__(
+        self, settings: Settings, secrets: Mapping[str, str], gpus: int, entry: str = "model.ranks.follower.main"
+    ) -> None:
+        """`gpus`: the number of GPUs that this process sees, 0 on a CPU; each rank uses one. `entry`: the function that
+        runs a rank. Raises OSError if a process cannot be started.
+        """
         self.size = settings.gpus_per_image
         self._bands = settings.bands_per_image
         self._folder = tempfile.TemporaryDirectory(prefix="preheat-ranks-")
@@ -77,10 +80,11 @@ class Followers:
             # Ranks on a CPU share its cores. Threads that wait for their turn spin, which took most of a step.
             threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) // self.size))
             variables = {"CUDA_VISIBLE_DEVICES": visible_gpu(rank, gpus)} if gpus else {"OMP_NUM_THREADS": threads}
-            process, connection = start_connected_child(_FOLLOWER, variables)
+            process, connection = start_connected_child(entry, variables)
             self._processes.append(process)
             self._connections.append(connection)
-            connection.send(Start(settings, plain_secrets(secrets), rank, self.size, str(self._meeting)))
+            with suppress(OSError):  # it has ended; `join` reports that
+                connection.send(Start(settings, plain_secrets(secrets), rank, self.size, str(self._meeting)))
 
     def join(self, model: LoadedModel) -> None:
         """Wait until all ranks have loaded the release, and divide the batches of the model's loops among them.

@@ -168,11 +168,9 @@ def test_a_rank_that_cannot_load_is_reported(store: WritableStore, release: str,
         followers.close()
 
 
-def test_a_rank_that_ends_at_once_is_reported(
-    store: WritableStore, release: str, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("model.ranks.lead._FOLLOWER", "model.missing.main")
-    followers = Followers(Settings(store=store.url, release=release, gpus_per_image=2), {}, gpus=0)
+def test_a_rank_that_ends_at_once_is_reported(store: WritableStore, release: str, loaded: Loaded) -> None:
+    settings = Settings(store=store.url, release=release, gpus_per_image=2)
+    followers = Followers(settings, {}, gpus=0, entry="model.missing.main")
     try:
         with pytest.raises(RankFailed, match=r"Rank 1 of 2 .*release"):
             followers.join(loaded.model)
