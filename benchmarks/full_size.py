@@ -202,7 +202,7 @@ def _plan_soak(commands: _Commands) -> Plan:
     release = commands.release(commands.sdxl, "sdxl-soak", commands.batches(1, 2, 4), *options, "--lora-rank", "16")
     added = tuple((_CLI, "add-lora", kind, f"{loras}/{kind}.safetensors", *commands.store) for kind in ("unet", "all"))
     named = (*commands.store, "--config", path(_SOAK), "--lora", "unet", "--lora", "all", "--clients", "12")
-    soak = (f"{_BENCHMARKS}.soak", "sdxl-soak/1", *named, "--precision", "fp16", *commands.rows("soak"))
+    soak = (f"{_BENCHMARKS}.soak", "--release", "sdxl-soak/1", *named, "--precision", "fp16", *commands.rows("soak"))
     prepared = Work("sdxl-soak", (*made, *release, *added), ("sdxl-model",))
     return [prepared], [Work("soak", (soak,), ("sdxl-soak",))]
 

@@ -1,7 +1,7 @@
 """Send random requests of what a server describes, for minutes, and watch its memory and each picture.
 
     python -m benchmarks.soak URL [--seconds 600] [--clients 16] [--leave 0.1]
-    python -m benchmarks.soak MODEL/VERSION --store STORE --config CONFIG --lora NAME    # starts a server
+    python -m benchmarks.soak --release MODEL/VERSION --store STORE --config CONFIG --lora NAME    # starts a server
 
 Requests differ in release, size, sampler, forecast, steps, guidance, prompts and their syntax, format and enlargement.
 They use the refiner, adapters, input images with a mask, a ControlNet, an IP-Adapter and streams with previews, each in
@@ -301,19 +301,19 @@ def _size_of_picture(data: str) -> tuple[int, int]:
 
 @contextmanager
 def _url_of(options: argparse.Namespace) -> Iterator[str]:
-    """The URL of the options, or that of a server of their release, until the end of the block."""
-    if "://" in options.server:
-        yield options.server
+    """Yield the URL of the options, or the URL of a server that is started for their release."""
+    if options.url is not None:
+        yield options.url
         return
-    releases = [options.server]
-    with serving(ROOT, options.config, SERVERS, options.store, releases, loras=options.lora) as server:
+    with serving(ROOT, options.config, SERVERS, options.store, [options.release], loras=options.lora) as server:
         server.wait_ready(_START_SECONDS)
         yield server.url
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("server", help="URL of a running server, or MODEL/VERSION: a server of it is started")
+    parser.add_argument("url", nargs="?", help="a running server, for example of `preheat serve`")
+    parser.add_argument("--release", help="MODEL/VERSION: start a server of it")
     parser.add_argument("--store", default=DEFAULT_STORE, help="of the release")
     parser.add_argument("--config", type=Path, default=DEMO_CONFIG, help="config.yaml of the server that is started")
     parser.add_argument("--lora", action="append", default=[], help="an adapter of it, repeatable, also as a pattern")
@@ -324,6 +324,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--precision", default="", help="of the release, for the row")
     parser.add_argument("--out", type=Path, help="append the row to this JSON file")
     options = parser.parse_args(arguments)
+    if (options.url is None) == (options.release is None):
+        parser.error("give either a URL or --release")
     if options.max_steps < 2:
         parser.error("--max-steps: at least 2, because an input image leaves fewer")
     try:

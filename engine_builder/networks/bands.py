@@ -73,7 +73,9 @@ def edge_rows(hidden: Tensor) -> Tensor:
 
 
 def neighbour_rows(edges: Tensor) -> Tensor:
-    """Return the rows above and below this band, zeros beyond the image, in the shape of its own `edge_rows`."""
+    """Return the rows above and below this band, [2, batch, width, channels], zeros beyond the image. `edges`: the
+    `edge_rows` of this band. Only for bands.
+    """
     return cast(Tensor, torch.ops.preheat.neighbour_rows(edges))
 
 

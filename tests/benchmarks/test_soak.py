@@ -164,8 +164,11 @@ def test_prints_a_row_and_ends_with_the_failures(
     monkeypatch.setattr(Handler, "fault", "refuses")
     with pytest.raises(SystemExit, match="times 500: "):
         main([url, "--seconds", "1", "--clients", "1"])
-    with pytest.raises(SystemExit):
-        main([url, "--max-steps", "1"])
+    for wrong in ([url, "--max-steps", "1"], [], [url, "--release", "style/1"]):
+        with pytest.raises(SystemExit):
+            main(wrong)
+    with pytest.raises(SystemExit, match="cannot be read"):
+        main(["127.0.0.1:9", "--seconds", "1"])
     with pytest.raises(SystemExit, match="cannot be read"):
         main(["http://127.0.0.1:9", "--seconds", "1"])
 
@@ -181,7 +184,22 @@ def test_starts_a_server_of_a_release(
         yield SimpleNamespace(url=url, wait_ready=started.append)
 
     monkeypatch.setattr("benchmarks.soak.serving", serving)
-    main(["style/1", "--store", "a store", "--config", "a.yaml", "--lora", "b", "--seconds", "5", "--clients", "1"])
+    main(
+        [
+            "--release",
+            "style/1",
+            "--store",
+            "a store",
+            "--config",
+            "a.yaml",
+            "--lora",
+            "b",
+            "--seconds",
+            "5",
+            "--clients",
+            "1",
+        ]
+    )
     (_, config, _, *served), _ = started
     assert (config, served) == (Path("a.yaml"), ["a store", ["style/1"], ["b"]])
     assert json.loads(capsys.readouterr().out.splitlines()[-1])[0]["runs"] > 0

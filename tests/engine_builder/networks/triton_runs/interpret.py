@@ -305,7 +305,7 @@ def run_nan() -> None:
 
 
 def in_bands(block: SimpleNamespace, hidden: Tensor, bias: Tensor, bands: int) -> Tensor:
-    """Return what a ResNet block makes of [batch, channels, height, width] in so many bands."""
+    """Return what a ResNet block makes of [batch, channels, height, width] in `bands` bands."""
 
     class Band:
         component = UNET
@@ -323,7 +323,7 @@ def in_bands(block: SimpleNamespace, hidden: Tensor, bias: Tensor, bands: int) -
 def run_winograd() -> None:
     winograd._MIN_WIDER_SIDE = winograd._MIN_NARROWER_SIDE = 64
     # Sizes that are not multiples of a tile, tiles that are not multiples of a program, both widths of a program.
-    sizes = ((2, 64, 64, 8, 6), (3, 128, 64, 5, 7), (1, 64, 192, 6, 2), (2, 128, 128, 13, 1))
+    sizes = ((2, 64, 64, 6, 5), (3, 128, 64, 5, 7), (1, 64, 192, 8, 2), (2, 128, 128, 13, 1))
     for batch, before, after, height, width in sizes:
         norms = [nn.GroupNorm(8, channels) for channels in (before, after)]
         for norm in norms:
@@ -340,13 +340,15 @@ def run_winograd() -> None:
         winograd.replace_wide_convs(block)
         case = f"winograd, {batch} x {before} x {height} x {width}"
         compare(case, blocks.resnet(block, hidden, bias), expected)
-        for bands in (2, 3, 6):  # of 4 and 3 rows, and of one
+        for bands in (2, 3, 6):  # of 4, 3, 2 rows and one
             if height % bands == 0:
                 compare(f"{case}, {bands} bands", in_bands(block, hidden, bias, bands), expected)
         if batch == 1:  # as both halves of guidance begin
             plain = SimpleNamespace(**vars(block) | {"conv1": convolutions[0], "conv2": convolutions[1]})
             biases = torch.randn(2, after)
-            compare("winograd, repeated", blocks.resnet(block, hidden, biases), blocks.resnet(plain, hidden, biases))
+            expected = blocks.resnet(plain, hidden, biases)
+            compare("winograd, repeated", blocks.resnet(block, hidden, biases), expected)
+            compare("winograd, repeated, bands", in_bands(block, hidden, biases, 2), expected)
 
 
 if __name__ == "__main__":
