@@ -60,8 +60,8 @@ def interpreted() -> dict[str, Any]:
 
 # A number whose last bits differ may be rounded to the next E4M3 number, an eighth away. It happens to few of them.
 LIMITS = {
-    "text": 1e-5, "images": 1e-5, "self": 1e-5, "geglu": 1e-5, "low rank": 1e-5, "winograd": 1e-5, "int8": 1e-6,
-    "fp8 conv": 1e-5, "fp8 upsample": 1e-5, "scaled": 3e-3,
+    "text": 1e-5, "images": 1e-5, "self": 1e-5, "geglu": 1e-5, "low rank": 1e-5, "winograd": 1e-5, "half": 2e-3,
+    "int8": 1e-6, "fp8 conv": 1e-5, "fp8 upsample": 1e-5, "scaled": 3e-3,
     "nan": 0.5, "norm steps": 1.5, "norm share": 1e-3,
 }  # fmt: skip
 
