@@ -14,7 +14,7 @@ from engine_builder.releases.validation_gate import quantized_engines, require_v
 from engine_builder.stores.store import WritableStore
 from model.errors import ManifestError, PreheatError, ReleaseExists, UntrustedRelease
 from model.pipeline.components import find_component
-from model.store.manifest import EngineRecord, Manifest, WeightsRecord
+from model.store.manifest import EngineRecord, Manifest, WeightsKey, WeightsRecord
 from model.store.manifest_json import split_name
 from model.store.precision import FP16
 from model.store.signature import check_signature
@@ -172,7 +172,7 @@ def merge_drafts(drafts: list[Manifest]) -> Manifest:
     newest = drafts[0]
     oldest_first = drafts[::-1]
     engines = {(engine.component, engine.key): engine for draft in oldest_first for engine in draft.engines}
-    weights = {_identity(weights): weights for draft in oldest_first for weights in draft.weights}
+    weights = {weights.key: weights for draft in oldest_first for weights in draft.weights}
     architectures = {name: digest for draft in oldest_first for name, digest in draft.architectures.items()}
     builder = {name: value for name, value in newest.builder.items() if name not in _OF_ONE_DRAFT}
     quantized = [draft for draft in drafts if "quantization" in draft.builder]
@@ -195,20 +195,16 @@ def _check_weights(drafts: list[Manifest]) -> None:
 
     They are of one source, so a draft's weights are in the form of another version of Preheat.
     """
-    first: dict[tuple[str, str, str], tuple[Manifest, WeightsRecord]] = {}
+    first: dict[WeightsKey, tuple[Manifest, WeightsRecord]] = {}
     for draft in drafts:
         for weights in draft.weights:
-            newer, other = first.setdefault(_identity(weights), (draft, weights))
+            newer, other = first.setdefault(weights.key, (draft, weights))
             if other.identity != weights.identity:
                 raise ManifestError(
                     f"The builds of {draft.model} for {_targets(newer)} and for {_targets(draft)} have the weights of "
                     f"{weights.component} in different forms.",
                     f"Build for {_targets(draft)} again with this version of Preheat (`preheat build`).",
                 )
-
-
-def _identity(weights: WeightsRecord) -> tuple[str, str, str]:
-    return weights.component, weights.precision.name, weights.layout
 
 
 def _targets(draft: Manifest) -> str:

@@ -18,10 +18,10 @@ from model.loading.target import Target
 from model.loading.token_tables import TOKEN_TABLE, check_token_ids, text_encoders, token_tables
 from model.pipeline.components import FAMILIES
 from model.prompts.tokenizer import ClipTokenizer
-from model.store.manifest import Blob, Manifest, WeightsRecord
+from model.store.manifest import Blob, Manifest, WeightsKey, WeightsRecord
 from model.store.signature import check_signature
 from model.store.store import Store
-from model.weights.slot import WeightsKey, WeightSlot, weights_key
+from model.weights.slot import WeightSlot
 from model.weights.stream import Tensors, tensors_in
 
 
@@ -84,10 +84,10 @@ def read_embeddings(
     encoders = dict(text_encoders(current))
     if lacking_tokens(manifest, current.manifest):
         return None
-    own = {weights_key(record): record for record in current.streamed_weights()}
+    own = {record.key: record for record in current.streamed_weights()}
     tables: dict[WeightsKey, Tensors] = {}
     for record in later.streamed_weights():
-        key = weights_key(record)
+        key = record.key
         if record.component not in encoders or key in tables or own[key].blobs == record.blobs:
             continue
         if any(blob.sha256 in shared for blob in _differing(own[key], record)):

@@ -47,7 +47,7 @@ from model.store.store import Store
 from model.validation import BAND_COUNTS
 from model.weights.cache import WeightsCache
 from model.weights.layout import from_stored
-from model.weights.slot import WeightSlot, weights_key
+from model.weights.slot import WeightSlot
 from model.weights.stream import Tensors
 
 
@@ -229,7 +229,7 @@ def load(
     )
     weight_bytes = cache.bytes + selection.plan_weight_bytes()
     slot = WeightSlot(
-        {weights_key(record): cache.load(record) for record in resolved.streamed_weights()},
+        {record.key: cache.load(record) for record in resolved.streamed_weights()},
         {digest: cache.tensors[digest] for digest in common},
     )
     unet = resolved.unet

@@ -150,7 +150,7 @@ class Releases:
         """Return what the next version of a release adds that differs from it in added embeddings only, or None.
 
         Versions are taken in their order, so that a server that starts later ends with the same one. `tokenizers`:
-        those of the release. Raises what `read_embeddings` raises.
+        the release's. Raises what `read_embeddings` raises.
         """
         one = self._resolved[index]
         for name in later_versions(self._store, one.selection.manifest):

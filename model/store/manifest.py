@@ -275,6 +275,10 @@ class Constant(Record):
     shape: tuple[Annotated[int, Field(ge=0, le=2**31 - 1)], ...]
 
 
+WeightsKey = tuple[str, str, str]
+"""What tells the weights of a release apart: component, precision and layout."""
+
+
 class WeightsRecord(Record):
     """One component's weights in one precision and layout: ordered safetensors blobs of at most 256 MiB each."""
 
@@ -282,6 +286,10 @@ class WeightsRecord(Record):
     precision: PrecisionField
     layout: Name
     blobs: Annotated[tuple[Blob, ...], Field(min_length=1)]
+
+    @property
+    def key(self) -> WeightsKey:
+        return self.component, self.precision.name, self.layout
 
     @property
     def identity(self) -> tuple[str, ...]:
@@ -497,7 +505,7 @@ class Manifest(Record):
         if unknown := used - self.architectures.keys():
             raise ValueError(f"{min(unknown)} has no architecture")
         _refuse_duplicates("engine", [(engine.component, engine.key) for engine in self.engines])
-        _refuse_duplicates("weights", [(w.component, w.precision.name, w.layout) for w in self.weights])
+        _refuse_duplicates("weights", [weights.key for weights in self.weights])
         sizes: dict[str, int] = {}
         for blob in self._named_blobs():
             if sizes.setdefault(blob.sha256, blob.bytes) != blob.bytes:

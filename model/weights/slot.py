@@ -9,17 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from model.errors import EngineError
-from model.store.manifest import WeightsRecord
+from model.store.manifest import WeightsKey, WeightsRecord
 from model.store.store import Store
 from model.weights.stream import Tensors, default_threads, stream_weights
-
-WeightsKey = tuple[str, str, str]
-"""What tells the weights of a release apart: component, precision and layout."""
-
-
-def weights_key(record: WeightsRecord) -> WeightsKey:
-    """Return the key of weights within their release."""
-    return record.component, str(record.precision), record.layout
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,9 +33,9 @@ class WeightSlot:
         After an error it holds a mixture. Raises EngineError for tensors of other names, shapes or dtypes, CorruptBlob
         or StoreError, and Unavailable soon after `is_stopped` is true.
         """
-        records = list({weights_key(record): record for record in records}.values())
+        records = list({record.key: record for record in records}.values())
         own = {
-            blob.sha256: (blob, self.tensors[weights_key(record)])
+            blob.sha256: (blob, self.tensors[record.key])
             for record in records
             for blob in record.blobs
             if blob.sha256 not in self.fixed
@@ -54,5 +46,5 @@ class WeightSlot:
         filled = stream_weights(store, blobs, device, threads, is_stopped=is_stopped, into=into)
         for record in records:
             names = {name for blob in record.blobs for name in {**filled, **self.fixed}[blob.sha256]}
-            if missing := sorted(self.tensors[weights_key(record)].keys() - names):
+            if missing := sorted(self.tensors[record.key].keys() - names):
                 raise EngineError(f"The weights of {record.component} lack {missing[0]}.")
