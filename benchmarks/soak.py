@@ -305,7 +305,8 @@ def _url_of(options: argparse.Namespace) -> Iterator[str]:
     if options.url is not None:
         yield options.url
         return
-    with serving(ROOT, options.config, SERVERS, options.store, [options.release], loras=options.lora) as server:
+    config, store = options.config or DEMO_CONFIG, options.store or DEFAULT_STORE
+    with serving(ROOT, config, SERVERS, store, [options.release], loras=options.lora or ()) as server:
         server.wait_ready(_START_SECONDS)
         yield server.url
 
@@ -314,9 +315,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url", nargs="?", help="a running server, for example of `preheat serve`")
     parser.add_argument("--release", help="MODEL/VERSION: start a server of it")
-    parser.add_argument("--store", default=DEFAULT_STORE, help="of the release")
-    parser.add_argument("--config", type=Path, default=DEMO_CONFIG, help="config.yaml of the server that is started")
-    parser.add_argument("--lora", action="append", default=[], help="an adapter of it, repeatable, also as a pattern")
+    parser.add_argument("--store", help="with --release: its store; default: .preheat/store")
+    parser.add_argument("--config", type=Path, help="with --release: the config.yaml; default: the demo's")
+    parser.add_argument("--lora", action="append", help="with --release: an adapter, repeatable, also as a pattern")
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--leave", type=float, default=0.1, help="share of the requests whose client leaves early")
@@ -326,6 +327,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if (options.url is None) == (options.release is None):
         parser.error("give either a URL or --release")
+    if options.url is not None and (options.store or options.config or options.lora):
+        parser.error("--store, --config and --lora need --release")
     if options.max_steps < 2:
         parser.error("--max-steps: at least 2, because an input image leaves fewer")
     try:

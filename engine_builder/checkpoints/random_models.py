@@ -15,14 +15,14 @@ A "full" ControlNet has the blocks of SDXL's UNet, like diffusers/controlnet-can
 layer in the last level, and "small" has no attention, like the -mid and -small models of the same authors. IP-Adapters
 are OUT/KIND.safetensors and the folder OUT/image_encoder, a CLIP ViT-H/14: "plain" has the shapes of
 `ip-adapter_sdxl_vit-h`, "plus" those of `ip-adapter-plus_sdxl_vit-h`. A LoRA adapter is OUT/KIND.safetensors, for the
-linears of the UNet's transformers, "all" also for those of the text encoders.
+linears of the UNet's transformers, "all" also for the linears of the text encoders.
 """
 
 import argparse
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -279,7 +279,8 @@ def write_lora(
             network = make_network(name, configs)
         for path, module in network.named_modules():
             if isinstance(module, torch.nn.Linear) and _LORA_LAYERS.fullmatch(path):
-                key = f"{name}.{'text_model.' * path.startswith('encoder.')}{path}"  # transformers 5 has no text_model
+                prefix = "" if name == "unet" else "text_model."  # which transformers 5 leaves out
+                key = f"{name}.{prefix}{path.removeprefix(prefix)}"
                 down = torch.randn(rank, module.in_features, generator=generator) * module.in_features**-0.5
                 up = 0.1 * torch.randn(module.out_features, rank, generator=generator) * rank**-0.5
                 tensors |= {f"{key}.lora_A.weight": down.half(), f"{key}.lora_B.weight": up.half()}
@@ -290,28 +291,30 @@ def write_lora(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     models = parser.add_subparsers(dest="model", required=True)
-    kinds = {"controlnet": ("full", "mid", "small"), "ip-adapter": IP_ADAPTER_KINDS, "lora": LORA_KINDS}
-    for name in ("sdxl", "sd", *kinds):
+    writers: dict[str, tuple[Any, Sequence[str]]] = {
+        "sdxl": (write_sdxl, ()),
+        "sd": (write_sd, ()),
+        "controlnet": (write_controlnet, ("full", "mid", "small")),
+        "ip-adapter": (write_ip_adapter, IP_ADAPTER_KINDS),
+        "lora": (write_lora, LORA_KINDS),
+    }
+    for name, (_, kinds) in writers.items():
         model = models.add_parser(name)
         model.add_argument("out", type=Path)
         model.add_argument("--seed", type=int, default=0)
-        if name.startswith("sd"):
+        if kinds:
+            model.add_argument("--kind", choices=kinds, default=kinds[0])
+        else:
             model.add_argument(
                 "--tokenizers", type=Path, default=Path("data/tiny-sdxl"), help="a model folder to copy tokenizers from"
             )
-        else:
-            model.add_argument("--kind", choices=kinds[name], default=kinds[name][0])
         if name == "lora":
             model.add_argument("--rank", type=int, default=16)
         if name == "sdxl":
             model.add_argument("--refiner", action="store_true", help="also write the refiner, to OUT/refiner")
             model.add_argument("--unet-seed", type=int, help="of the base's UNet: a fine-tune; default: --seed")
     options = vars(parser.parse_args())
-    writers = {
-        "sdxl": write_sdxl, "sd": write_sd, "controlnet": write_controlnet, "ip-adapter": write_ip_adapter,
-        "lora": write_lora,
-    }  # fmt: skip
-    write: Any = writers[options.pop("model")]
+    write, _ = writers[options.pop("model")]
     out = options.pop("out")
     write(out, **options)
     print(f"wrote {out}")

@@ -164,7 +164,7 @@ def test_prints_a_row_and_ends_with_the_failures(
     monkeypatch.setattr(Handler, "fault", "refuses")
     with pytest.raises(SystemExit, match="times 500: "):
         main([url, "--seconds", "1", "--clients", "1"])
-    for wrong in ([url, "--max-steps", "1"], [], [url, "--release", "style/1"]):
+    for wrong in ([url, "--max-steps", "1"], [], [url, "--release", "style/1"], [url, "--lora", "x"]):
         with pytest.raises(SystemExit):
             main(wrong)
     with pytest.raises(SystemExit, match="cannot be read"):

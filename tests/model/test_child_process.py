@@ -2,7 +2,10 @@
 
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
+
+from tests.support.repository import REPOSITORY
 
 SCRIPT = """
     import sys
@@ -16,8 +19,6 @@ SCRIPT = """
 
 def test_a_child_imports_the_packages_of_an_editable_installation(tmp_path: Path) -> None:
     """Its import hook finds them, and `sys.path` does not have their folder."""
-    root = Path(__file__).resolve().parents[2]
-    lines = "\n".join(line.strip() for line in SCRIPT.splitlines())
-    run = [sys.executable, "-P", "-c", lines, str(root)]
+    run = [sys.executable, "-P", "-c", textwrap.dedent(SCRIPT), str(REPOSITORY)]
     ended = subprocess.run(run, cwd=tmp_path, env={}, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
