@@ -202,7 +202,8 @@ def _plan_soak(commands: _Commands) -> Plan:
     release = commands.release(commands.sdxl, "sdxl-soak", commands.batches(1, 2, 4), *options, "--lora-rank", "16")
     added = tuple((_CLI, "add-lora", kind, f"{loras}/{kind}.safetensors", *commands.store) for kind in ("unet", "all"))
     named = (*commands.store, "--config", path(_SOAK), "--lora", "unet", "--lora", "all", "--clients", "12")
-    soak = (f"{_BENCHMARKS}.soak", "--release", "sdxl-soak/1", *named, "--precision", "fp16", *commands.rows("soak"))
+    for_seconds = ("--seconds", str(commands.options.soak_seconds), "--precision", "fp16")
+    soak = (f"{_BENCHMARKS}.soak", "--release", "sdxl-soak/1", *named, *for_seconds, *commands.rows("soak"))
     prepared = Work("sdxl-soak", (*made, *release, *added), ("sdxl-model",))
     return [prepared], [Work("soak", (soak,), ("sdxl-soak",))]
 
@@ -278,6 +279,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--seconds", type=int, default=40, help="of each load without pauses")
     parser.add_argument("--open-seconds", type=int, default=300, help="of each load with random arrivals")
+    parser.add_argument("--soak-seconds", type=int, default=600, help="of `soak`")
     parser.add_argument(
         "--config", type=Path, default=_CONFIG, help="config.yaml of the servers; its buckets are replaced"
     )
