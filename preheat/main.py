@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from model.child_process import exit_now, hangs_at_exit
-from model.errors import PreheatError
+from model.errors import OutOfDeviceMemory, PreheatError
 from preheat.interrupts import handle_signals, last_signal
 from preheat.lazy_group import LazyGroup
 
@@ -109,6 +109,19 @@ def _run() -> None:
         _discard_output()
         _print_error(f"The output cannot be written: {error.strerror}. Free some disk space.")
         sys.exit(1)
+    except RuntimeError as error:
+        if not isinstance(error, _out_of_memory_errors()):
+            raise
+        numbers = str(error).partition(" Of the allocated memory")[0]  # what follows is about PyTorch's allocator
+        remedy = "End other programs on the GPU, or give less work at once: fewer --jobs, smaller sizes or batches."
+        _print_error(str(OutOfDeviceMemory(f"The GPU's memory is full. {numbers}", remedy)))
+        sys.exit(1)
+
+
+def _out_of_memory_errors() -> tuple[type[Exception], ...]:
+    """Return PyTorch's error for memory of a GPU, without importing PyTorch for it."""
+    torch = sys.modules.get("torch")
+    return (torch.OutOfMemoryError,) if torch else ()
 
 
 def _print_error(message: str) -> None:

@@ -221,7 +221,7 @@ def _run_worker(builder: Connection, threads: int) -> None:
             if job.clips:
                 network = quantize_layers(network, job.clips, job.quantized)
             result = _compile(job, network)
-        except PreheatError as error:
+        except (PreheatError, torch.OutOfMemoryError) as error:
             result = error
         except Exception:
             result = CompileError(f"Compiling the {job.component} failed:\n{traceback.format_exc()}")

@@ -437,6 +437,20 @@ main.main()
     assert (ran.returncode, ran.stdout) == (3, "the rows\n")
 
 
+def test_full_gpu_memory_is_one_message() -> None:
+    script = """
+import torch
+from preheat import main
+def app(prog_name):
+    raise torch.OutOfMemoryError("CUDA out of memory. Process 7 uses 9 GiB. Of the allocated memory 1 GiB is reserved.")
+main.app = app
+main.main()
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stdout) == (1, "") and ran.stderr.startswith("preheat: The GPU's memory is full.")
+    assert "Process 7 uses 9 GiB. End other programs" in ran.stderr and ran.stderr.count("\n") == 1
+
+
 def test_list_of_commands_needs_neither_torch_nor_a_server() -> None:
     script = """
 import sys

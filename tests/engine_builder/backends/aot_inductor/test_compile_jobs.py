@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine_builder.backends.aot_inductor import compile_jobs as module
 from engine_builder.backends.aot_inductor.compile import dynamic_bucket
@@ -50,6 +51,13 @@ class BlockingCheckpoint(Checkpoint):
         return super().config(*arguments)
 
 
+class FullMemoryCheckpoint(Checkpoint):
+    """A checkpoint whose network does not fit into the GPU's memory."""
+
+    def config(self, *arguments: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
 def no_processes() -> bool:
     return multiprocessing.active_children() == []
 
@@ -58,6 +66,13 @@ def test_load_error_of_a_process_is_raised(jobs: list[CompileJob], tmp_path: Pat
     missing = [replace(job, checkpoint=Checkpoint(tmp_path / "nowhere")) for job in jobs]
     with pytest.raises(CheckpointError, match="nowhere has no unet/config.json"):
         list(compile_jobs(missing, {}, 2, lambda job, again: None))
+    assert no_processes()
+
+
+def test_full_memory_of_a_process_is_no_error_of_the_compiler(jobs: list[CompileJob]) -> None:
+    full = [replace(job, checkpoint=FullMemoryCheckpoint(job.checkpoint.root)) for job in jobs]
+    with pytest.raises(torch.OutOfMemoryError):  # `preheat` prints it without a traceback
+        list(compile_jobs(full, {}, 2, lambda job, again: None))
     assert no_processes()
 
 
