@@ -4,6 +4,7 @@ import base64
 import hashlib
 from typing import Any, Literal, NotRequired, TypedDict
 
+from model.images.metadata import DIGEST
 from model.validation import ImageFormat
 
 
@@ -14,7 +15,7 @@ def without_images(value: Any, key: str = "") -> Any:
     if isinstance(value, list):
         return [without_images(entry, key) for entry in value]
     if key in ("image", "images"):
-        return f"sha256:{hashlib.sha256(base64.b64decode(value.rpartition(',')[2])).hexdigest()}"
+        return f"{DIGEST}{hashlib.sha256(base64.b64decode(value.rpartition(',')[2])).hexdigest()}"
     return value
 
 

@@ -17,6 +17,8 @@ KEYWORD = "preheat"
 MAX_JPEG_BYTES = 65_000  # a JPEG segment has at most 65,533 bytes; the rest is EXIF's own structure
 _EXIF_IFD, _USER_COMMENT = 0x8769, 0x9286
 _ASCII = b"ASCII\0\0\0"
+DIGEST = "sha256:"
+"""The beginning of what stands for an image in a request's metadata."""
 
 Metadata = Mapping[str, Any]
 """{"release", "request"}: JSON values. `request` is a whole request whose images are digests."""
@@ -56,8 +58,9 @@ def add_to_jpeg(file: bytes, text: str) -> bytes:
 
 
 def read_text(image: "Image.Image") -> str:
-    """Return the text of an image that Pillow has opened, "" without one."""
+    """Return the text of an image that Pillow has opened, "" without one. EXIF of other programs is no such text."""
     if KEYWORD in image.info:
         return str(image.info[KEYWORD])
     comment = image.getexif().get_ifd(_EXIF_IFD).get(_USER_COMMENT, b"")
-    return comment.removeprefix(_ASCII).decode("ascii") if isinstance(comment, bytes) else ""
+    is_own = isinstance(comment, bytes) and comment.startswith(_ASCII) and comment.isascii()
+    return comment.removeprefix(_ASCII).decode("ascii") if is_own else ""

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from preheat.console import notify
-from preheat.image_text import read_request
+from preheat.image_texts.read import read_request
 
 
 def request(
