@@ -149,9 +149,9 @@ class Gateway:
             message = " ".join(f"{'.'.join(map(str, one['loc'])) or 'request'}: {one['msg']}." for one in problems)
             raise ApiError(400, message, field, "refused") from error
         given = {name: value for name, value in given.items() if value is not None}  # null stands for a missing value
-        names = {http.query_params.get("model"), given.pop("model", None)} - {None}
+        names = {*http.query_params.getlist("model"), given.pop("model", None)} - {None}
         if len(names) > 1:
-            raise ApiError(400, "The address and the body name different models.", "model", "refused")
+            raise ApiError(400, "The address and the body name several models.", "model", "refused")
         description = await self._backends.description_of(names.pop() if names else None)
         if given.get("describe"):
             return JSONResponse(description, headers=_headers(http))
@@ -173,7 +173,7 @@ class Gateway:
         except BaseException:
             key.give_back(images)  # nothing was generated
             raise
-        events = until_shutdown(http, accepted.events)
+        events = _counted(key, images, until_shutdown(http, accepted.events))
         if self._history is not None:
             events = recorded(self._history, key.name, native, events)
         return replace(accepted, events=events)
@@ -248,6 +248,17 @@ class Gateway:
         key = self._keys.authenticate(http.headers.get("Authorization", ""))
         http.scope[CLIENT] = key.name
         return key
+
+
+async def _counted(key: ApiKey, images: int, events: AsyncIterator[Event]) -> AsyncIterator[Event]:
+    """Yield the events of a request. Images that a failed backend did not make do not count for the key."""
+    try:
+        async for event in events:
+            images -= event["event"] == "image"
+            yield event
+    except ApiError:
+        key.give_back(images)
+        raise
 
 
 class LocalOnly:

@@ -214,7 +214,7 @@ class Backends:
         return description, len(body)
 
     async def description_of(self, model: str | None) -> Event:
-        """Return the description of a release, by default the first one of the first server. Raises ApiError.
+        """Return the description of a release, by default the first of the first server that is up. Raises ApiError.
 
         A release may be named by its model's name, if no other version of it is served.
 
@@ -229,7 +229,7 @@ class Backends:
         if not known:
             raise ApiError(503, "No backend can be reached.", None, "backend_unavailable", int(DOWN_SECONDS))
         by_name: dict[str, Event] = {}
-        for _, description in known:
+        for _, description in sorted(known, key=lambda one: not one[0].is_up()):
             by_name.setdefault(description["release"], description)
         names = list(by_name)
         try:
@@ -243,15 +243,16 @@ class Backends:
         return any(_fits(description["release"], model) for _, description in self._known())
 
     def _is_settled(self, model: str | None) -> bool:
-        """True if a description fits that no later one would replace: of a server that is up, or the first for None."""
+        """True if a description fits that no later one would replace: of a server that is up, the first for None."""
         if model is not None:
             return any(backend.is_up() and one["release"] == model for backend, one in self._known())
-        first = next((backend for backend in self.all if backend.descriptions or backend.wait_left() > 0), None)
+        up = [backend for backend in self.all if backend.is_up()]
+        first = next((backend for backend in up if backend.descriptions or backend.wait_left() > 0), None)
         return first is not None and not first.wait_left() > 0
 
     @asynccontextmanager
     async def start(self, request: Event, model: str, request_id: str, client_id: str = "") -> AsyncIterator[Accepted]:
-        """Send a request to the least loaded server of a release; yields once one has accepted it.
+        """Send a request to a server of a release, see `_next_candidate`; yields once one has accepted it.
 
         Its connection is closed at the end of the `with` block, which stops the work of a request that is not
         finished. A server that has started again with another release is left out, and described again. One that cannot
@@ -264,7 +265,7 @@ class Backends:
         is_replaced = False
         not_loaded: ApiError | None = None
         tried: list[Backend] = []
-        while (backend := await self._next_candidate(model, tried)) is not None:
+        while (backend := await self._next_candidate(model, _named_adapters(request), tried)) is not None:
             tried.append(backend)
             backend.images += images
             try:
@@ -318,10 +319,11 @@ class Backends:
                 "release_changed",
                 1,
             )
-        raise ApiError(503, "No backend can be reached.", None, "backend_unavailable", int(DOWN_SECONDS))
+        raise ApiError(503, f"No backend of {model} can be reached.", None, "backend_unavailable", int(DOWN_SECONDS))
 
-    async def _next_candidate(self, model: str, tried: Sequence[Backend]) -> Backend | None:
-        """Return a server of a release that is not in `tried`: one that is up, the least loaded, else by turns.
+    async def _next_candidate(self, model: str, adapters: frozenset[str], tried: Sequence[Backend]) -> Backend | None:
+        """Return a server of a release that is not in `tried`: one that is up, has the adapters, is the least loaded,
+        else by turns.
 
         If there is none, wait a few seconds for the descriptions that are being read. Returns None without a server.
         """
@@ -334,12 +336,24 @@ class Backends:
             return [backend for backend in serving[turn:] + serving[:turn] if not any(backend is one for one in tried)]
 
         await self._wait(self._readings(), lambda: bool(untried()), until_all=False)
-        return min(untried(), key=lambda backend: (not backend.is_up(), backend.images), default=None)
+
+        def rank(backend: Backend) -> tuple[bool, bool, int]:
+            described = backend.descriptions[model].get("adapters") or []
+            return not backend.is_up(), not adapters <= {one["name"] for one in described}, backend.images
+
+        return min(untried(), key=rank, default=None)
 
 
 def _fits(release: str, model: str | None) -> bool:
     """True if a request that names `model` may mean a release; None means any."""
     return model in (None, release, release.rpartition("/")[0])
+
+
+def _named_adapters(request: Event) -> frozenset[str]:
+    """Return the names of the adapters in a request, which the server checks."""
+    given = request.get("loras")
+    names = [one.get("name") for one in given if isinstance(one, dict)] if isinstance(given, list) else []
+    return frozenset(name for name in names if isinstance(name, str))
 
 
 async def _in_pieces(parts: list[bytes]) -> AsyncIterator[bytes]:
@@ -393,6 +407,8 @@ def _failed(backend: Backend, request_id: str, error: Exception) -> ApiError:
     fact = (
         f"The backend's answer is not valid: {reason}."
         if isinstance(error, InvalidAnswer)
+        else "The backend did not answer in time."
+        if isinstance(error, TimeoutError | httpx.TimeoutException)
         else "The backend's connection ended before the images were finished."
     )
     again = "The images may have been started, so the request was not repeated. Send it again."

@@ -17,7 +17,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
 from gateway.apis.openai import Files
-from gateway.errors import ApiError, api_error, refused
+from gateway.errors import ApiError, api_error, object_of, refused
 from model.api.body_limit import CLIENT, SCAN
 from model.api.body_scan import MAX_TEXT_BYTES
 from model.api.fair_queue import PreparationQueues
@@ -28,8 +28,11 @@ _TEXT_PRICE = 32  # of a byte of JSON besides base64, relative to a byte that is
 _MAX_PARTS = 64  # of a form
 _MAX_DEPTH = 16  # of a JSON value; a request has 5
 _FILES = ("image", "image[]", "mask")
+_ENTRY = re.compile(r"(\w+)\[\]\[(\w+)\]")  # of a list of objects, as the package `openai` writes it
 _ENCODINGS = ("", "7bit", "8bit", "binary")  # of a part; all of them leave its bytes as they are
 _CHARSETS = ("", "utf-8", "us-ascii")
+FormFields = dict[str, str | list[dict[str, str]]]
+"""The texts of a form by name, or a list of objects of texts."""
 T = TypeVar("T")
 
 
@@ -41,7 +44,7 @@ class Bodies:
 
     async def json_object(self, http: Request) -> dict[str, Any]:
         """Return the JSON object of a request. Raises ApiError."""
-        if not http.headers.get("Content-Type", "").startswith("application/json"):
+        if not http.headers.get("Content-Type", "").lower().startswith("application/json"):
             raise refused(None, "Send JSON with the header `Content-Type: application/json`.", "invalid_content_type")
         body = await _read(http)
         runs = http.scope[SCAN].finish()
@@ -49,10 +52,10 @@ class Bodies:
         price = _TEXT_PRICE * text_bytes + len(body)
         return await self._parsed(http, price, partial(parse_json_object, body, runs))
 
-    async def form(self, http: Request) -> tuple[dict[str, str], Files]:
+    async def form(self, http: Request) -> tuple[FormFields, Files]:
         """Return the text fields and the files of a multipart request. Raises ApiError."""
         content_type = http.headers.get("Content-Type", "")
-        if not content_type.startswith("multipart/form-data"):
+        if not content_type.lower().startswith("multipart/form-data"):
             raise refused(None, "Send the image as multipart/form-data.", "invalid_content_type")
         body = await _read(http)
         return await self._parsed(http, len(body), partial(parse_form, content_type, body))
@@ -114,7 +117,7 @@ def parse_json_object(body: bytes | bytearray, runs: list[tuple[int, int]]) -> d
     except UnicodeDecodeError as error:
         raise _invalid("It is not UTF-8.") from error
     try:
-        given = restored(json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant))
+        given = restored(json.loads(text, object_pairs_hook=object_of, parse_constant=_refuse_constant))
     except RecursionError as error:
         raise _invalid("Its values are nested too deeply.") from error
     except ValueError as error:
@@ -122,15 +125,6 @@ def parse_json_object(body: bytes | bytearray, runs: list[tuple[int, int]]) -> d
     if not isinstance(given, dict):
         raise refused(None, "The body is not a JSON object.", "invalid_json")
     return given
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in values:
-            raise refused(name[:64], "is given twice.")
-        values[name] = value
-    return values
 
 
 def _refuse_constant(name: str) -> float:
@@ -148,6 +142,7 @@ class _Part:
     headers: dict[str, str] = field(default_factory=dict)
     name: str = ""
     is_file: bool = False
+    has_file_name: bool = False
     data: list[bytes] = field(default_factory=list)
 
 
@@ -197,7 +192,7 @@ class _FormReader:
         if kind != b"form-data" or not options.get(b"name"):
             raise _invalid_form("One of its parts has no name.")
         part.name = _decoded(options[b"name"], "The name of a part")
-        part.is_file = b"filename" in options
+        part.is_file, part.has_file_name = b"filename" in options, bool(options.get(b"filename"))
         encoding = part.headers.get("content-transfer-encoding", "").strip().lower()
         if encoding not in _ENCODINGS:
             raise refused(part.name[:64], f"has the encoding {encoding[:60]!r}. Send its bytes as they are.")
@@ -220,8 +215,11 @@ class _FormReader:
         self._is_whole = True
 
 
-def parse_form(content_type: str, body: bytes | bytearray) -> tuple[dict[str, str], Files]:
-    """Return the text fields and the files of a multipart body. Raises ApiError."""
+def parse_form(content_type: str, body: bytes | bytearray) -> tuple[FormFields, Files]:
+    """Return the text fields and the files of a multipart body. Raises ApiError.
+
+    Fields `list[][key]` are the objects of a list: the n-th one with a key is of the n-th object.
+    """
     _, options = parse_options_header(content_type)
     if not options.get(b"boundary"):
         raise _invalid_form("The header Content-Type states no boundary.")
@@ -230,16 +228,27 @@ def parse_form(content_type: str, body: bytes | bytearray) -> tuple[dict[str, st
     except FormParserError as error:
         raise _invalid_form("Its boundary is too long.") from error
     reader.read(body)
-    fields: dict[str, str] = {}
+    fields: FormFields = {}
+    columns: dict[str, dict[str, list[str]]] = {}
     images: list[bytes] = []
     masks: list[bytes] = []
     for part in reader.parts:
+        if part.is_file and not part.has_file_name and not any(part.data):
+            continue  # what a browser sends for an input without a file
         if part.is_file:
             (masks if part.name == "mask" else images).append(b"".join(part.data))
+        elif entry := _ENTRY.fullmatch(part.name):
+            columns.setdefault(entry[1], {}).setdefault(entry[2], []).append(_text_of(part))
         elif part.name in fields:
             raise refused(part.name[:64], "is given twice.")
         else:
             fields[part.name] = _text_of(part)
+    for name, of_keys in columns.items():
+        if name in fields:
+            raise refused(name[:64], "is given twice.")
+        if len({len(texts) for texts in of_keys.values()}) > 1:
+            raise refused(name[:64], "its objects have different keys. Send the list as one field of JSON.")
+        fields[name] = [dict(zip(of_keys, texts, strict=True)) for texts in zip(*of_keys.values(), strict=True)]
     if len(masks) > 1:
         raise refused("mask", "is given twice.")
     return fields, Files(tuple(images), masks[0] if masks else None)

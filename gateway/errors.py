@@ -1,6 +1,7 @@
 """Errors of the gateway, and their form in OpenAI's API: {"error": {"message", "type", "param", "code"}}."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from starlette.responses import JSONResponse
 
@@ -73,3 +74,13 @@ def api_error(error: PreheatError) -> ApiError:
 def refused(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
     """Return the error of a request that is refused because of a parameter."""
     return ApiError(400, message if param is None else f"{param}: {message}", param, code)
+
+
+def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of a JSON parser's pairs. Raises ApiError for a name that is given twice."""
+    values: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in values:
+            raise refused(name[:64], "is given twice.")
+        values[name] = value
+    return values

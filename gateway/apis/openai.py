@@ -24,7 +24,7 @@ from pydantic import ValidationError
 
 from gateway.backend_answers import Event
 from gateway.backends import Accepted
-from gateway.errors import ApiError, refused
+from gateway.errors import ApiError, object_of, refused
 from model.api.json_bytes import json_bytes
 from model.api.resolve import DEFAULT_INPAINT_STRENGTH, DEFAULT_STRENGTH
 from model.errors import RequestRefused
@@ -44,10 +44,12 @@ _PARAMETERS = {
 # Parameters of OpenAI's models that have no counterpart, and the values of those that change nothing.
 _UNSUPPORTED = ("style", "complexity", "frame_count", "frame_duration_ms", "svg", "markup", "input_fidelity")
 _NEUTRAL = {"quality": ("auto", "standard"), "background": ("auto", "opaque"), "moderation": ("auto", "low")}
-# Text fields of a form that hold JSON.
-_TYPED = {"n", "output_compression", "partial_images", "stream"} | {
-    name for name in EXTRA_FIELDS if value_type(GenerationRequest.model_fields[name].annotation) is not str
-}
+# Text fields of a form that hold JSON, also in the objects of a list.
+_TYPED = (
+    {"scale"}
+    | {"n", "output_compression", "partial_images", "stream"}
+    | {name for name in EXTRA_FIELDS if value_type(GenerationRequest.model_fields[name].annotation) is not str}
+)
 _FORMATS = ("png", "jpeg", "webp")
 _SIZE = re.compile(r"([0-9]{1,5})x([0-9]{1,5})")
 _NO_USAGE = {
@@ -106,6 +108,8 @@ def variation(values: Mapping[str, Any], files: Files) -> ImageCall:
     values = {"prompt": VARIATION_PROMPT, "strength": VARIATION_STRENGTH, "guidance_scale": 1.0, **values}
     if values.get("stream"):
         raise refused("stream", "variations are not streamed.")
+    if files.mask is not None:
+        raise refused("mask", "variations have no mask. `POST /v1/images/edits` takes one.")
     return _call("image_edit", values, files)
 
 
@@ -119,14 +123,17 @@ def decoding_price(files: Files) -> int:
     return min(price, MAX_INPUT_PIXELS)  # larger ones are refused undecoded
 
 
-def parse_form(fields: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values of a form's text fields, which have no types: numbers, booleans and JSON are parsed."""
+def parse_form(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a form's text fields, which have no types: numbers, booleans and JSON are parsed.
+
+    `fields`: texts, or lists of objects of texts.
+    """
     values: dict[str, Any] = {}
     for name, text in fields.items():
-        values[name] = text
-        if name in _TYPED:
+        values[name] = [parse_form(entry) for entry in text] if isinstance(text, list) else text
+        if name in _TYPED and isinstance(text, str):
             with suppress(ValueError, RecursionError):  # text is refused later, with what is expected
-                values[name] = json.loads(text)
+                values[name] = json.loads(text, object_pairs_hook=object_of)
     return values
 
 

@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from gateway.apis.openai import parse_form as openai_form
 from gateway.bodies import parse_form, parse_json_object
 from gateway.errors import ApiError
 from model.api import connections
@@ -150,6 +151,19 @@ def test_reads_a_form() -> None:
     assert files.images == (b"\x89PNG--x\r\n-", b"") and files.mask == b"m"
 
 
+def test_reads_lists_and_unused_files_of_a_form() -> None:
+    entries = [
+        field(f"loras[][{key}]", value)
+        for key, value in (("name", b"a"), ("name", b"b"), ("scale", b"1"), ("scale", b"2"))
+    ]
+    unused = field("mask", b"").replace(b'name="mask"', b'name="mask"; filename=""')
+    fields, files = parse_form("Multipart/Form-Data; boundary=x", form(TEXT, IMAGE, *entries, unused))
+    assert fields["loras"] == [{"name": "a", "scale": "1"}, {"name": "b", "scale": "2"}] and files.mask is None
+    assert openai_form(fields)["loras"] == [{"name": "a", "scale": 1}, {"name": "b", "scale": 2}]
+    with pytest.raises(ApiError, match="name: is given twice"):
+        openai_form({"loras": '[{"name": "a", "name": "b"}]'})
+
+
 BAD_FORMS: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "was cut off"),
     "no last boundary": (form(TEXT, IMAGE, end=b""), "was cut off"),
@@ -168,6 +182,9 @@ BAD_FORMS: dict[str, tuple[bytes, str]] = {
     "no disposition": (form(TEXT, b"Content-Type: text/plain\r\n\r\nx"), "has no name"),
     "no headers": (form(TEXT, b"\r\nx"), "has no name"),
     "text twice": (form(TEXT, TEXT), "prompt: is given twice"),
+    "other keys": (form(*(field(f"loras[][{key}]", b"a") for key in ("name", "name", "scale"))), "different keys"),
+    "list and text": (form(field("loras[][name]", b"a"), field("loras", b"[]")), "loras: is given twice"),
+    "text and list": (form(field("loras", b"[]"), field("loras[][name]", b"a")), "loras: is given twice"),
     "mask twice": (form(field("mask", b"m", file="m"), field("mask", b"m", file="m")), "mask: is given twice"),
     "file as text": (form(field("image", b"x")), "image: got text, expected a file"),
     "text as file": (form(field("prompt", b"x", file="a.txt")), "Unknown file: 'prompt'"),

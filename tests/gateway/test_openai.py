@@ -313,6 +313,30 @@ def test_keys_and_their_rates(server: Server, tmp_path: Path) -> None:
             openai.OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0).models.list()
 
 
+def test_images_that_a_backend_did_not_make_do_not_count(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"slow {KEY} 2\n")
+    broken = lines(ACCEPTED, IMAGE | {"index": 1})  # one of two, then the connection ends
+    with answering("toy/1", broken) as backend, running_gateway([backend.url], file) as url:
+
+        def send(images: int) -> int:
+            headers = {"Authorization": f"Bearer {KEY}"}
+            body = {"prompt": PROMPT, "n": images}
+            return httpx.post(
+                f"{url}/v1/images/generations", json=body, headers=headers, trust_env=False, timeout=60
+            ).status_code
+
+        assert [send(2), send(2), send(1)] == [502, 429, 502], "one of the first two was given back"
+
+
+def test_a_form_has_adapters_as_the_package_writes_them(client: openai.OpenAI, server: Server) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:  # by the server, which has no adapters
+        client.images.edit(
+            image=png(), prompt=PROMPT, extra_body={"loras": [{"name": "1", "scale": 0.5}, {"name": "b", "scale": 2}]}
+        )
+    assert caught.value.param == "loras.0.name" and 'got "1", expected no adapter' in str(caught.value)
+
+
 def generate(url: str, **values: Any) -> httpx.Response:
     body = {"prompt": PROMPT, "size": "64x64", "num_inference_steps": 1} | values
     return httpx.post(f"{url}/v1/images/generations", json=body, trust_env=False, timeout=60)

@@ -17,15 +17,17 @@ A, B, C, D = "a/1", "b/1", "c/1", "d/1"
 ADAPTER = {"name": "style", "bytes": 16, "used": None, "place": "host"}
 
 
-def serving(releases: list[str]) -> ScriptedServer:
-    """Return a server of `releases`, which a test may change."""
+def serving(releases: list[str], adapter: dict[str, Any] = ADAPTER) -> ScriptedServer:
+    """Return a server of `releases`, which a test may change, and of one adapter."""
 
     def answer(_: int, request: dict[str, Any]) -> Answer:
         release = request.get("model") or releases[0]
         if release not in releases:
             return Answer(400, b'{"error": "model: no", "kind": "refused", "field": "model"}')
+        if any(one["name"] != adapter["name"] for one in request.get("loras", [])):
+            return Answer(400, b'{"error": "loras.0: no", "kind": "refused", "field": "loras.0"}')
         if request.get("describe"):
-            description = DESCRIPTION | {"release": release, "models": releases, "adapters": [ADAPTER]}
+            description = DESCRIPTION | {"release": release, "models": releases, "adapters": [adapter]}
             return Answer(200, json.dumps(description).encode())
         return lines(ACCEPTED | {"release": release}, IMAGE, DONE | {"engine": {"release": release}})
 
@@ -57,6 +59,27 @@ def test_default_is_the_first_release_of_the_first_server(servers: tuple[list[st
         assert [served(url) for _ in servers] == [A for _ in servers]
         listed = httpx.get(f"{url}/v1/models", trust_env=False, timeout=60).json()["data"]
         assert [model["id"] for model in listed] == [A, B]
+
+
+def test_default_is_of_a_server_that_is_up() -> None:
+    with serving([A]) as first, serving([B]) as second, running_gateway([first.url, second.url]) as url:
+        assert served(url) == A
+        first.__exit__(None, None, None)
+        ended = post(url)  # the gateway notices it by this request
+        assert ended.status_code == 503 and f"No backend of {A} can be reached" in ended.text
+        assert [served(url) for _ in range(3)] == [B] * 3
+
+
+def test_goes_to_a_server_that_has_the_adapters() -> None:
+    with (
+        serving([A]) as first,
+        serving([A], ADAPTER | {"name": "other"}) as second,
+        running_gateway([first.url, second.url]) as url,
+    ):
+        for name in ("style", "other") * 4:
+            assert served(url, loras=[{"name": name, "scale": 1}]) == A
+        refused = post(url, loras=[{"name": "third"}])
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "loras.0")
 
 
 def test_lists_the_adapters_of_each_server() -> None:
