@@ -126,10 +126,10 @@ class AdapterLibrary:
                 if name not in self._loaded and name not in self._loading and name not in self._failures:
                     self._loading[name] = self._pool.submit(self._load, name)
 
-    def take_failure(self, names: Collection[str]) -> AdapterError | None:
-        """Return why one of these adapters could not be loaded, or None. A later `prepare` tries again."""
+    def failure(self, names: Collection[str]) -> AdapterError | None:
+        """Return why one of these adapters could not be loaded, or None. It is not tried again for those who wait."""
         with self._lock:
-            return next((self._failures.pop(name) for name in names if name in self._failures), None)
+            return next((self._failures[name] for name in names if name in self._failures), None)
 
     def has(self, names: Collection[str]) -> bool:
         """True if these adapters are on the device."""
@@ -138,11 +138,13 @@ class AdapterLibrary:
 
     def load(self, names: Collection[str]) -> None:
         """Load adapters, and return when they are on the device. Raises AdapterError."""
+        with self._lock:
+            self._failures = {}
         while not self.has(names):
             self.prepare([names])
             for loading in list(self._loading.values()):
                 loading.result()
-            if (failure := self.take_failure(names)) is not None:
+            if (failure := self.failure(names)) is not None:
                 raise failure
 
     def can_pack(self, adapters: AdapterSet) -> bool:

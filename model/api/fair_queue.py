@@ -75,9 +75,9 @@ class FairQueue:
         request = _Request(client or object(), self._arrivals, self._now, deque(parts), done)
         self._served = {name: time for name, time in self._served.items() if time > self._now}
         self._waiting.append(request)
-        self._start_next()
-        self._refuse_last()
         try:
+            self._start_next()
+            self._refuse_last()
             return await done
         finally:
             self._leave(request)
@@ -95,6 +95,7 @@ class FairQueue:
         return self._start(request) + sum(price for price, _ in request.parts), request.number
 
     def _start_next(self) -> None:
+        self._waiting = [request for request in self._waiting if not request.done.done()]  # callers that have left
         if self._busy or not self._waiting:
             return
         request = min(self._waiting, key=self._order)

@@ -50,10 +50,17 @@ class SideStream:
             return
         if inputs:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            for tensor in inputs:
-                tensor.record_stream(self._stream)
+            self.keep(inputs)
         with torch.cuda.stream(self._stream):
             yield
+
+    def keep(self, inputs: Iterable[torch.Tensor]) -> None:
+        """Keep the memory of complete tensors of another stream until the work is done that is queued here so far, also
+        if they are freed before.
+        """
+        if self._stream is not None:
+            for tensor in inputs:
+                tensor.record_stream(self._stream)
 
     def finish_before_current(self) -> None:
         """Make the current stream wait for all work that is queued here."""

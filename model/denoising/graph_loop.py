@@ -310,9 +310,10 @@ class GraphLoop:
         """Queue a network for as many entries as one of its batches has."""
         network = self._networks[engines]
         if entries != self._mapped.get(engines):
-            self._mapped[engines] = entries
+            self._mapped.pop(engines, None)  # until the device has it: this may fail for lack of memory
             mapping = to_device(torch.tensor(list(zip(*entries, strict=True))), self._device)
             network.mapping[:, : len(entries)].copy_(mapping)
+            self._mapped[engines] = entries
         for name in network.by_entry:
             held, (_, one) = self._held.setdefault(name, {}), self._inputs[name]
             # For SDXL a copy takes 15 us. A gather takes 48 us for one entry and 388 us for eight.

@@ -45,6 +45,8 @@ def encode_prompt(
             hidden, chunks = torch.cat([hidden, torch.zeros_like(hidden[:1])]), [*chunks, 1]
             pooled = None if pooled is None else torch.cat([pooled, torch.zeros_like(pooled)])
         cond, *uncond = _conditionings(model, denoiser, plan, hidden, pooled, chunks, changes)
+    # The library may drop the adapters as soon as the request has begun.
+    model.text_stream.keep(part for adapter, _ in changes for one in adapter.values() for part in one.parts.values())
     conditionings = [cond, *uncond]
     model.text_stream.release_to_current(tensor for text in conditionings for tensor in text.inputs.values())
     return cond, uncond[0] if uncond else None

@@ -66,13 +66,16 @@ class AdapterTurns:
         return None
 
     def prepare(self, waiting: Sequence[Job]) -> tuple[Job, Exception] | None:
-        """Load the adapters of `waiting` onto the device. Returns a job that cannot get them, with the error."""
+        """Load the adapters of `waiting` onto the device. Returns a job that cannot get them, with the error.
+
+        Others that need the same adapters are returned by the next calls, until none is left that is not done.
+        """
         library = self._model.adapters
         needing = [job for job in waiting if not job.done and self._needed(job)]
         if library is None:
             return None
         library.prepare(list({job.params.loras: self._needed(job) for job in needing}.values()))
-        failed = ((job, library.take_failure(self._needed(job))) for job in needing)
+        failed = ((job, library.failure(self._needed(job))) for job in needing)
         return next(((job, error) for job, error in failed if error is not None), None)
 
     def admits(self, job: Job) -> bool:

@@ -19,7 +19,18 @@ class ModelLoop(NamedTuple):
 
     @property
     def loop(self) -> Loop:
+        """The loop, which is made at the first use. Raises what stands against that."""
         return self.runner.model.loop(*self.key)
+
+    def prepare(self) -> None:
+        """Make the loop, unless it exists."""
+        self.runner.model.loop(*self.key)
+
+    @property
+    def images(self) -> list[ImageState]:
+        """The images in the loop. Does not make it."""
+        loop = self.runner.model.loops.get(self.key)
+        return [] if loop is None else loop.images
 
     @property
     def unet(self) -> str:
@@ -85,7 +96,11 @@ class InFlight:
         self._take_turns(place)
 
     def wait(self, place: ModelLoop, job: Job, image: ImageState) -> None:
-        """Keep an image until it may join a loop: until `take_waiting` returns it."""
+        """Keep an image until it may join a loop: until `take_waiting` returns it.
+
+        Makes the loop now, because its error is one of this image's job.
+        """
+        place.prepare()
         self._waiting.setdefault(place, deque()).append((job, image))
         self._take_turns(place)
 
@@ -123,16 +138,16 @@ class InFlight:
         """Let the next loop take its turn."""
         self._loops.rotate(-1)
 
-    def leave(self, image: ImageState) -> Job:
-        """Forget an image that has left its loop. Returns its job."""
-        return self._running.pop(image).job
+    def leave(self, image: ImageState) -> None:
+        """Forget an image that has left its loop."""
+        del self._running[image]
 
     def remove(self, job: Job) -> None:
         """Remove the images of a job, also from their loops."""
         for image in [image for image, running in self._running.items() if running.job is job]:
-            loop = self._running.pop(image).place.loop
-            if image in loop.images:  # not if an error followed its last step
-                loop.remove(image)
+            place = self._running.pop(image).place
+            if image in place.images:  # not if an error followed its last step
+                place.loop.remove(image)
         for waiting in self._waiting.values():
             for entry in [entry for entry in waiting if entry[0] is job]:
                 waiting.remove(entry)
@@ -142,11 +157,11 @@ class InFlight:
         """End the turns of loops without images, and count the images of the others."""
         counts = dict.fromkeys(self._counted, 0)
         for place in self._loops:
-            counts[place.unet] = counts.get(place.unet, 0) + len(place.loop.images)
+            counts[place.unet] = counts.get(place.unet, 0) + len(place.images)
         for unet, count in counts.items():
             metrics.ACTIVE.labels(unet).set(count)
         self._counted = {unet for unet, count in counts.items() if count}
-        self._loops = deque(place for place in self._loops if place.loop.images or self._waiting.get(place))
+        self._loops = deque(place for place in self._loops if place.images or self._waiting.get(place))
 
     def _take_turns(self, place: ModelLoop) -> None:
         if place not in self._loops:

@@ -37,7 +37,7 @@ def one_more_may_join(job: Job, place: ModelLoop, in_flight: InFlight, queue: It
     same_loop.sort(key=lambda other: other is not job)
     waiting = [other.plan.first_needs for other in same_loop for _ in other.waiting_images]
     room = list(itertools.accumulate((one.slots for one in waiting), initial=batch))
-    count = sum(one <= loop.capacity for one in room) - 1
+    count = max(0, sum(one <= loop.capacity for one in room) - 1)  # with images in the refiner even none may fit
     now = [
         image.now if image in loop.images
         else owner.plan.first_needs if first_loop(owner) == place

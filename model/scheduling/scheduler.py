@@ -259,7 +259,7 @@ class Scheduler:
                     if (place := self._in_flight.next_loop) is not None:
                         self._step(place)
                 except Exception as error:
-                    self._fail(self._unfinished_jobs(), error)
+                    self._fail_all(error)
 
     def _drain_inbox(self) -> None:
         """Queue new jobs and run calls. Wait for them if there is nothing else to do, with work of `when_idle`."""
@@ -476,6 +476,14 @@ class Scheduler:
             self._free(job)
         if failure is not None and before is None:
             self._on_device_failure()
+
+    def _fail_all(self, error: Exception) -> None:
+        """Fail all jobs with an error that no job's work has caused. If that fails too, this server has failed."""
+        try:
+            self._fail(self._unfinished_jobs(), error)
+        except Exception:
+            logger.exception("The scheduler failed.")
+            self.abandon("The scheduler has failed; this server is being replaced.")
 
     def _check_device(self, error: Exception) -> None:
         """Set `_failure` if the GPU has failed: a CUDA error lasts until its process ends."""

@@ -94,11 +94,11 @@ def _image(model: LoadedModel, plan: StepPlan, option: Option, height: int, widt
 
 def _step_seconds(probe: DeviceProbe, loop: Loop, image: ImageState, option: Option) -> float:
     """Return the seconds of one step that is one full call of copies of an image."""
-    for _ in range(option.batch // image.now.entries):
-        loop.add(replace(image, latents=image.latents.clone(), generator=torch.Generator().manual_seed(0)))
     entries = ((loop.kind(image.now), option.batch),)
-    began = probe.now()
     try:
+        for _ in range(option.batch // image.now.entries):
+            loop.add(replace(image, latents=image.latents.clone(), generator=torch.Generator().manual_seed(0)))
+        began = probe.now()
         loop.step((Call(option.variant, option.paired, option.batch, entries),))
         return probe.now() - began
     finally:

@@ -9,7 +9,6 @@ import ctypes
 import io
 import shutil
 import struct
-import tempfile
 import weakref
 import zipfile
 from collections.abc import Sequence
@@ -17,6 +16,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
+
+from model.engines.aot_inductor.unpacked import make_folder
 
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
@@ -33,7 +34,7 @@ class Container:
 
     def __init__(self, package: bytes, device: torch.device) -> None:
         """Open a package that was compiled for `device`."""
-        folder = Path(tempfile.mkdtemp(prefix="preheat-engine-"))
+        folder = make_folder()
         # The first run reads kernels of a GPU from the folder, so it stays as long as the container.
         delete = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         try:

@@ -157,6 +157,25 @@ def test_full_queue_refuses_the_client_with_the_most() -> None:
     run(steps)
 
 
+def test_a_caller_that_leaves_a_full_queue_refuses_nobody() -> None:
+    """It is cancelled in the same turn of the event loop in which another request arrives."""
+
+    async def steps(work: Work) -> None:
+        queue = FairQueue()
+        flood = waiting(queue, work, [("x", "", 10 + number) for number in range(MAX_WAITING + 1)])  # one runs
+        while not work.begun:
+            await asyncio.sleep(0.001)
+        [arrived] = waiting(queue, work, [("y", "", 1)])
+        flood[-1].cancel()
+        await asyncio.sleep(0.01)
+        assert not arrived.done()
+        work.finish.set()
+        assert await arrived == "y"
+        await asyncio.gather(*flood[:-1])
+
+    run(steps)
+
+
 def test_parts_of_a_cheap_request_are_not_divided() -> None:
     async def steps(work: Work) -> None:
         queue = FairQueue()

@@ -11,7 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.cuda.graphs import StepQueue
-from model.denoising.buffers import buffer_shapes
+from model.denoising import graph_loop as graph_loop_module
+from model.denoising.buffers import MAPPING_ROWS, buffer_shapes
 from model.denoising.graph_loop import GraphLoop
 from model.denoising.networks import Denoiser, DenoiserVariant
 from model.denoising.sampler_specs import SAMPLERS
@@ -21,11 +22,52 @@ from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.text_to_image import denoise
 from model.store.manifest import Signature
 from tests.support.linear_networks import Stub, linear_model
-from tests.support.loops import CPU, HEIGHT, WIDTH, bucketed, graph_loop, make_image, stubs
+from tests.support.loops import (
+    CPU,
+    HEIGHT,
+    WIDTH,
+    bucketed,
+    graph_loop,
+    latents_alone,
+    make_image,
+    run_to_end,
+    stubs,
+)
 
 PLAIN: dict[str, object] = {"guidance_scale": 1.0}
 ZEROS: dict[str, object] = {}  # guided without a negative prompt
 NEGATIVE: dict[str, object] = {"negative_prompt": "four"}
+
+
+def test_a_failed_step_changes_no_later_image(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step ends for lack of memory while it tells the device which slots it reads."""
+    upload, fails = graph_loop_module.to_device, [False]
+
+    def fail_once(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        if fails[0] and len(tensor) == MAPPING_ROWS:
+            fails[0] = False
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return upload(tensor, device)
+
+    monkeypatch.setattr(graph_loop_module, "to_device", fail_once)
+    loop = graph_loop(bucketed(model, 1, 2, 4))
+    plain: dict[str, Any] = {"guidance_scale": 1.0, "num_inference_steps": 4}
+    first, second, third = (make_image(model, seed=seed, prompt="one" * seed, **plain) for seed in (1, 2, 3))
+    loop.add(first)
+    loop.add(second)
+    loop.step()
+    loop.remove(first)
+    loop.add(third)  # in the first slot; the second image is in the other
+    loop.step()
+    loop.remove(second)
+    fails[0] = True
+    with pytest.raises(torch.OutOfMemoryError):
+        loop.step()
+    loop.remove(third)
+    later = make_image(model, seed=5, **plain)
+    loop.add(later)
+    run_to_end(loop)
+    assert torch.equal(later.latents, latents_alone(seed=5, **plain))
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,17 @@ def test_damaged_adapter_fails_its_request_only(gate: Gate, scheduler: Scheduler
     results(scheduler.submit(params(3, loras=A)))
 
 
+def test_a_damaged_adapter_is_read_once_for_all_that_wait(scheduler: Scheduler, adapted: AdapterModel) -> None:
+    with damaged(adapted):
+        with paused(scheduler):
+            failing = [scheduler.submit(params(seed, loras=A)) for seed in range(4)]
+        for job in failing:
+            with pytest.raises(AdapterError):
+                results(job)
+        assert adapted.store.reads == [adapted.blobs["a"]]
+    results(scheduler.submit(params(9, loras=A)))
+
+
 def test_failed_merge_fails_its_request_only(
     gate: Gate, scheduler: Scheduler, load_all: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,7 +235,15 @@ def test_adapters_are_read_for_a_release_without_a_slot(adapted: AdapterModel) -
     jobs = [Job(runner, runner.plan(params(0, loras=loras)), None, 0, None) for loras in (A, B)]
     with damaged(adapted):
         found: list[tuple[Job, Exception]] = []
-        eventually(lambda: bool(found.extend(turns.update(jobs, lambda _: False)) or found), "the failure")
+
+        def update() -> bool:
+            for job, error in turns.update(jobs, lambda _: False):
+                assert job is not None
+                job.fail(error)
+                found.append((job, error))
+            return bool(found)
+
+        eventually(update, "the failure")
     [(job, error)] = found
     assert job is jobs[0] and isinstance(error, AdapterError)
     eventually(lambda: adapted.library.has(["b"]), "the other adapter")

@@ -1,7 +1,9 @@
 """Cancelled requests, failing engines and devices, and the scheduler's end: other requests are unaffected."""
 
 import threading
+from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,13 +11,15 @@ import torch
 
 from model.denoising.eager_loop import EagerLoop
 from model.denoising.loop import ImageState
-from model.errors import BrokenImage, Cancelled, EngineError, OutOfDeviceMemory, Unavailable
-from model.pipeline import spec
+from model.errors import BrokenImage, Cancelled, EngineError, OutOfDeviceMemory, ReleaseNotLoaded, Unavailable
+from model.pipeline import loaded_model, spec
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.runner import Runner
 from model.pipeline.text_to_image import generate
+from model.scheduling import scheduler as scheduling
 from model.scheduling.job import ImageEvent, StepEvent
 from model.scheduling.scheduler import Scheduler
+from model.scheduling.step_times import measure_step_times
 from model.settings import Limits
 from tests.support.images import pixels
 from tests.support.linear_networks import PLAIN, linear_model, stub
@@ -133,6 +137,62 @@ def test_image_that_cannot_join_the_refiner_fails_alone(model: LoadedModel, sche
     with pytest.raises(torch.OutOfMemoryError):
         results(refined)
     assert len(results(other)[0].images) == 1 and scheduler.healthy()
+
+
+def test_a_loop_of_the_refiner_that_cannot_be_made_fails_its_request_only(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its engines are read at the first use of a size without warm-up."""
+    make = loaded_model.make_loop_in_parts
+
+    def fail(model: LoadedModel, unet: str, *arguments: Any) -> Iterator[None]:
+        if unet == spec.REFINER_UNET:
+            raise ReleaseNotLoaded("The refiner_unet engine of this size cannot be read.")
+        return (yield from make(model, unet, *arguments))
+
+    monkeypatch.setattr(loaded_model, "make_loop_in_parts", fail)
+    other = scheduler.submit(params(2, num_inference_steps=100))
+    refined = scheduler.submit(params(1, use_refiner=True))
+    with pytest.raises(ReleaseNotLoaded):
+        results(refined)
+    results(other, scheduler.submit(params(3)))
+    assert scheduler.healthy()
+
+
+def test_an_error_while_errors_are_answered_ends_the_server(
+    scheduler: Scheduler, device_failures: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(scheduler, "_step", fail)
+    monkeypatch.setattr(scheduler, "_free", fail)
+    with pytest.raises((Unavailable, RuntimeError)):
+        results(scheduler.submit(params(1)))
+    eventually(lambda: bool(device_failures), "the failure is reported")
+    with pytest.raises(Unavailable):
+        scheduler.submit(params(2))
+    monkeypatch.undo()
+
+
+def test_a_failed_measurement_leaves_no_image_in_a_loop(
+    model: LoadedModel, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class FullLoop(EagerLoop):
+        added = 0
+
+        def add(self, image: ImageState) -> None:
+            self.added += 1
+            if self.added == 3:  # the second image of the second call
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            super().add(image)
+
+    monkeypatch.setattr(scheduling, "IDLE_SECONDS", 0.01)
+    loop = model.loops[spec.UNET, 64, 96] = FullLoop(model.denoiser(spec.UNET, 64, 96), 64, 96)
+    scheduler.when_idle(measure_step_times(model, [params(1)]))
+    eventually(lambda: loop.added == 3, "the measurement fails")
+    results(scheduler.submit(params(2)), scheduler.submit(params(3, width=64)))
+    assert not loop.images
 
 
 @pytest.mark.parametrize("previews", [True])

@@ -116,6 +116,19 @@ def test_images_in_the_refiner_count_as_running(gate: Gate, scheduler: Scheduler
     assert [(step.unet, step.seeds) for step in gate.steps] == [(unet, [seed]) for seed in (0, 1) for unet in unets]
 
 
+@pytest.mark.parametrize("waiting", [1, 2, 5])
+def test_none_joins_while_more_images_run_than_a_loop_holds(gate: Gate, scheduler: Scheduler, waiting: int) -> None:
+    """Two images in the refiner and one in the base fill more than one loop. Others that wait change nothing."""
+    gate.limit_batch(capacity=4, efficient=4)
+    refined = scheduler.submit(params(1, num_images=3, use_refiner=True, denoising_frac=0.3, num_inference_steps=40))
+    gate.run(14)
+    late = [scheduler.submit(params(10 + number, num_inference_steps=60)) for number in range(waiting)]
+    gate.run(4)
+    assert {seed for step in gate.steps for seed in step.seeds} == {1, 2, 3}
+    gate.open()
+    results(refined, *late)
+
+
 def test_an_image_whose_entries_share_no_call_with_those_that_run_waits(
     gate: Gate, scheduler: Scheduler, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
