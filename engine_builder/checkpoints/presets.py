@@ -44,7 +44,8 @@ def _presets() -> list[Preset]:
     small = {"width": 512, "height": 512}
     presets = [
         Preset("sdxl-turbo", ("sdxl",), _EULER_A, _unguided(4) | small),  # stabilityai/sdxl-turbo
-        Preset("sd-turbo", ("sd",), _EULER, _unguided(4) | small),  # stabilityai/sd-turbo
+        # stabilityai/sd-turbo, a model of 2.1 that predicts noise
+        Preset("sd-turbo", ("sd",), _EULER | {"prediction_type": "epsilon"}, _unguided(4) | small),
         # latent-consistency/lcm-sdxl, SimianLuo/LCM_Dreamshaper_v7
         Preset("lcm", _BOTH, {}, {"scheduler": "LCM", "num_inference_steps": 4, "guidance_scale": 8.0}, True),
         Preset("lcm-lora", _BOTH, {}, {"scheduler": "LCM", "num_inference_steps": 4, "guidance_scale": 1.0}),

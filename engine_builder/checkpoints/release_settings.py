@@ -128,11 +128,12 @@ def read_noise_schedules(base: Checkpoint, refiner: Checkpoint | None) -> dict[s
                 "Leave out the refiner (--no-refiner).",
             )
         schedules["refiner"] = read_scheduler(refiner).schedule
-        if schedules["refiner"] != schedules["base"]:
+        entries, others = (asdict(schedules[name]) for name in ("base", "refiner"))
+        if differing := [name for name in entries if entries[name] != others[name]]:
             raise CheckpointError(
-                f"{refiner.root} was trained with another noise schedule than {base.root}, so it cannot continue its "
-                "images.",
-                "Use a refiner of the same model family.",
+                f"{refiner.root} has another noise schedule than {base.root}, so it cannot continue its images: "
+                f"{', '.join(f'{name} {others[name]!r} and {entries[name]!r}' for name in differing)}.",
+                "Use a refiner of the same model and preset, or leave it out (--no-refiner).",
             )
     return schedules
 

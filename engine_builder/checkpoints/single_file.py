@@ -37,6 +37,7 @@ from engine_builder.error_text import cause_of
 from engine_builder.networks.quiet import quiet_libraries
 
 CACHE = Path(__file__).resolve().parents[2] / ".preheat" / "checkpoints"
+_INDEX_SUFFIX = ".safetensors.index.json"
 _VERSION = b"1"  # of the conversion
 _CLASSES = {
     "unet": "UNet2DConditionModel",
@@ -162,7 +163,11 @@ def _config_files(single: SingleFile, config: Path | None) -> Files:
         folders = ("", "scheduler", *_CLASSES, "tokenizer", "tokenizer_2")
         found = [path for name in folders for path in sorted((config / name).glob("*")) if path.is_file()]
         files = {
-            str(path.relative_to(config)): read_small_file(path) for path in found if path.suffix in (".json", ".txt")
+            str(path.relative_to(config)): read_small_file(path)
+            for path in found
+            if path.suffix in (".json", ".txt")
+            # Of weights in several files, which the checkpoint's replace.
+            and not (path.name.endswith(_INDEX_SUFFIX) and path.parent.name in single.networks)
         }
         for name in ("model_index.json", "scheduler/scheduler_config.json"):
             Checkpoint(config).config(*os.path.split(name))  # raises if it is missing

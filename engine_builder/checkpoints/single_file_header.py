@@ -53,6 +53,8 @@ UNREAD = re.compile(
     r"|\.position_ids$|logit_scale$|^cond_stage_model\.attn_mask|\.attn_mask$|num_batches_tracked$"
     r"|^conditioner\.embedders\.0\.transformer\.text_projection\.|^cond_stage_model\.transformer\.text_projection\."
 )
+# Tensors that mark how a model was trained. Programs write them with and without the UNet's prefix.
+_MARKER = re.compile(r"^(?:(?:model|diffusion_model)\.)*(v_pred|ztsnr|edm_mean|edm_std|edm_vpred\..+)$")
 # The parts of a UNet's names. Averaged weights have them without dots: "model_ema.diffusion_modelinput_blocks00weight".
 _EMA_PREFIX = "model_ema.diffusion_model"
 _EMA_PARTS = re.compile(
@@ -60,7 +62,12 @@ _EMA_PARTS = re.compile(
     r"|proj_in|proj_out|proj|attn[12]|to_(?:q|k|v|out)|norm[123]?|ff|net|op|conv|out|weight|bias"
     r"|(?<=put_blocks)\d+(?=\d\D)|\d"
 )
-_PREDICTIONS = {"epsilon": "epsilon", "v": "v_prediction", "v_prediction": "v_prediction"}
+_PREDICTIONS = {
+    "epsilon": "epsilon", "eps": "epsilon", "v": "v_prediction", "v_prediction": "v_prediction",
+    "v-prediction": "v_prediction", "v_pred": "v_prediction",
+}  # fmt: skip
+_PREDICTION_KEYS = ("modelspec.prediction_type", "modelspec.predict_key")  # of trainers, and of ComfyUI
+_TRAINED_ON_VELOCITY = "ss_v_parameterization"
 
 
 class TensorInfo(NamedTuple):
@@ -215,9 +222,14 @@ def _usual_names(tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
     if not first:
         for prefix in ("diffusion_model.", ""):
             if prefix + _FIRST_CONVOLUTION in tensors:
-                return {UNET_PREFIX + name.removeprefix(prefix): name for name in tensors}
-    usual = {name.removeprefix(wrapper): own for name, own in own_names.items()}
+                return _with_markers({UNET_PREFIX + name.removeprefix(prefix): name for name in tensors})
+    usual = _with_markers({name.removeprefix(wrapper): own for name, own in own_names.items()})
     return {_OLD_CLIP.sub("cond_stage_model.transformer.text_model.", name): own for name, own in usual.items()}
+
+
+def _with_markers(names: Mapping[str, str]) -> dict[str, str]:
+    """Return usual name -> name in the file, with markers by their names without a prefix."""
+    return {_MARKER.sub(r"\1", name): own for name, own in names.items()}
 
 
 def _with_dots(name: str) -> str:
@@ -268,24 +280,29 @@ def _scheduler(header: Header, family: SingleFileFamily) -> tuple[dict[str, Any]
     if family.marker is not None:
         return {}, ()
     entries: dict[str, Any] = {}
-    stated = _PREDICTIONS.get(header.metadata.get("modelspec.prediction_type", ""))
+    key = next((name for name in _PREDICTION_KEYS if header.metadata.get(name)), _PREDICTION_KEYS[0])
+    value = header.metadata.get(key, "")
+    stated = _PREDICTIONS.get(value.lower())
+    warnings: tuple[str, ...] = ()
+    if value and stated is None:
+        warnings = (f"{header.path} has {key} {value!r:.80}, which is unknown and was not used.",)
     stated = stated or {
         "stable-diffusion-v2-512": "epsilon", "stable-diffusion-v2-768-v": "v_prediction",
     }.get(header.metadata.get("modelspec.architecture", ""))  # fmt: skip
-    warnings: tuple[str, ...] = ()
+    if stated is None and header.metadata.get(_TRAINED_ON_VELOCITY) == "True":
+        stated = "v_prediction"
     if stated is not None and (stated != "epsilon" or not family.states_prediction):
         entries["prediction_type"] = stated
     if "v_pred" in header.names:
         if stated == "epsilon":
-            warnings = (
-                f"{header.path} has the key v_pred, and its modelspec.prediction_type is epsilon. The key is used, as "
-                "in other programs.",
+            warnings += (
+                f"{header.path} has the key v_pred, and its {key} is {value}. The key is used, as in other programs.",
             )
         entries["prediction_type"] = "v_prediction"
     if "ztsnr" in header.names:
         entries["rescale_betas_zero_snr"] = True
     if not family.states_prediction and "prediction_type" not in entries:
-        warnings = (
+        warnings += (
             f"{header.path} does not state what its UNet predicts. The velocity is assumed, as for 2.1 at 768 pixels. "
             "For a model of 512 pixels that predicts noise (2.1-base) build with --preset sd-2.1-base.",
         )

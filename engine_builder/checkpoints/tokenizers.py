@@ -38,6 +38,11 @@ def export_tokenizer(folder: Path) -> tuple[bytes, TokenizerSettings]:
             f"{folder} does not limit the number of tokens of a prompt.",
             'Set "model_max_length" (77 for CLIP) in its tokenizer_config.json.',
         )
+    for name in ("bos_token", "eos_token", "pad_token"):
+        if getattr(tokenizer, f"{name}_id") is None:
+            raise MissingComponent(
+                f"The CLIP tokenizer in {folder} has no {name}.", "Use its files as they were published."
+            )
     settings = TokenizerSettings(
         max_length=length,
         bos_token_id=tokenizer.bos_token_id,

@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,7 +26,7 @@ from engine_builder.checkpoints.safety_checker import checked_side
 from engine_builder.networks.controlnet import control_type_count
 from engine_builder.networks.ip_adapter import image_encoder_network, read_ip_adapter
 from engine_builder.networks.quiet import quiet_libraries
-from engine_builder.networks.text import add_embedding_rows
+from engine_builder.networks.text import LARGEST_ID, add_embedding_rows
 from engine_builder.networks.unet import StepUnet, residual_shapes, text_width, time_width
 from engine_builder.networks.wrappers import WRAPPERS
 from model.engines.features import CONTROL, denoiser_signature
@@ -47,6 +48,12 @@ SIGNATURES_VERSION = 3
 _PROVENANCE = (
     "_name_or_path", "_diffusers_version", "transformers_version", "torch_dtype", "dtype", "architectures",
 )  # fmt: skip
+# Weights that a network does not read although they may be beside it: positions, the scale of CLIP's training, its
+# projections, and its other tower.
+_MAY_BE_UNREAD = {
+    "text": re.compile(r"(?:^|\.)(?:position_ids|logit_scale)$|^(?:text_projection|visual_projection|vision_model)\."),
+    "vision": re.compile(r"(?:^|\.)(?:position_ids|logit_scale)$|^(?:text_projection|text_model)\."),
+}
 _APPLIED_OUTSIDE = ("scaling_factor", "force_upcast")
 _NORMALIZATION = ("latents_mean", "latents_std")  # applied outside, too; kept as null, as other VAEs have them
 
@@ -170,6 +177,8 @@ def load_network(
         widths = replace(widths, chunks=text_chunks)
     if checkpoint.embedding_rows and wrapper.package == "transformers":
         add_embedding_rows(network, checkpoint.embedding_rows)
+        if config.get("eos_token_id") == LARGEST_ID:
+            config["eos_token_id"] = config["vocab_size"] - 1
         config["vocab_size"] += checkpoint.embedding_rows
     options: dict[str, Any] = {}
     if spec.is_denoiser:
@@ -270,6 +279,13 @@ def _load(library: str, class_name: str, checkpoint: Checkpoint, subfolder: str,
         raise CheckpointError(
             f"{checkpoint.folder(subfolder)} lacks {len(missing)} of its network's weights, {missing[0]} first.",
             DOWNLOAD_AGAIN,
+        )
+    ignored = _MAY_BE_UNREAD["vision" if "Vision" in class_name else "text"]
+    if unread := sorted(name for name in loading_info["unexpected_keys"] if not ignored.search(name)):
+        raise CheckpointError(
+            f"{checkpoint.folder(subfolder)}/config.json describes another network than the weights beside it: "
+            f"{unread[0]:.80}{f' and {len(unread) - 1} others' if len(unread) > 1 else ''} would not be read.",
+            "Take config.json and the weights from the same model.",
         )
     return cast(nn.Module, network)
 

@@ -41,6 +41,10 @@ class FinalTextNetwork(TextNetwork):
         return (final_layer_norm(_select(output.hidden_states[1:], clip_skip)),)
 
 
+LARGEST_ID = 2
+"""`eos_token_id` of a config that means the largest id in a text, not a token."""
+
+
 class PooledTextNetwork(TextNetwork):
     """CLIP with projection. It also returns the projection of the first end-of-text token, [batch, pooled width]."""
 
@@ -58,8 +62,15 @@ def _select(states: Sequence[Tensor], clip_skip: Tensor) -> Tensor:
 
 
 def add_embedding_rows(network: Any, rows: int) -> None:
-    """Add rows of zeros to the end of a text encoder's table of tokens, for embeddings of textual inversion."""
+    """Add rows of zeros to the end of a text encoder's table of tokens, for embeddings of textual inversion.
+
+    The pooled text is then read at the token with the largest id of the table before, the end of a text. Otherwise a
+    config from before transformers 4.32, whose end token is 2, means the largest id in a text: that of an embedding.
+    """
     embedding = network.get_input_embeddings()
+    for module in network.modules():
+        if getattr(module, "eos_token_id", None) == LARGEST_ID:
+            module.eos_token_id = embedding.num_embeddings - 1
     zeros = embedding.weight.new_zeros(rows, embedding.embedding_dim)
     embedding.weight = nn.Parameter(torch.cat([embedding.weight.detach(), zeros]), requires_grad=False)
     embedding.num_embeddings += rows

@@ -71,6 +71,13 @@ def test_every_preset_has_valid_defaults(toy_folder: Path, sd_folder: Path) -> N
             assert defaults.scheduler == preset.defaults.get("scheduler", "Euler")
 
 
+def test_sd_turbo_predicts_noise_although_its_family_predicts_the_velocity(sd_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(sd_folder, folder := tmp_path / "sd")
+    edit_json(folder / "scheduler" / "scheduler_config.json", prediction_type="v_prediction")
+    schedule = read_noise_schedules(Checkpoint(folder, preset=PRESETS["sd-turbo"]), None)["base"]
+    assert schedule.prediction_type == "epsilon"
+
+
 FULL = [pytest.param(name, marks=pytest.mark.full) for name in ("hyper-sd-8-guided", "sdxl-turbo")]
 
 

@@ -23,6 +23,7 @@ from engine_builder.checkpoints.scheduler_config import read_scheduler
 from engine_builder.checkpoints.single_file import plan_conversion
 from engine_builder.checkpoints.single_file_families import FAMILIES
 from engine_builder.checkpoints.single_file_header import read_header
+from engine_builder.networks.network import load_network
 from engine_builder.networks.network_check import check_configs
 from engine_builder.networks.quiet import quiet_libraries
 from engine_builder.stores.store import WritableStore
@@ -340,8 +341,12 @@ def test_missing_networks_name_the_option_that_adds_them(folders: dict[str, Path
             CheckpointError, match=f"checkpoint of Stable Diffusion XL, and it has no {missing}.*{remedy}"
         ):
             find_checkpoints(str(path), None, cache=tmp_path / "cache")
-    # The folder of --config has them.
+    # The folder of --config has them, also in several files. Those of networks that the file has are not used.
     assert tensors(convert(without, folder)).keys() == tensors(folder).keys()
+    index = {"metadata": {}, "weight_map": {"conv_in.weight": "diffusion_pytorch_model-00001-of-00002.safetensors"}}
+    shutil.copytree(folder, sharded := tmp_path / "sharded")
+    (sharded / "unet" / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
+    assert load_network(Checkpoint(convert(without, sharded)), "unet", FP32).tensors()
     # --vae, as a file of a VAE and as a checkpoint
     no_vae = write(folder, "sd-2.1", tmp_path / "no_vae.safetensors", without=("vae",))
     config = json.loads((folder / "vae" / "config.json").read_text())

@@ -94,6 +94,11 @@ def test_recognizes_each_family_at_full_size(name: str, tmp_path: Path) -> None:
             renamed = {key.replace("model.diffusion_model.", prefix): info for key, info in alone.items()}
             found = read_single_file(write_header(tmp_path / "x.safetensors", renamed))
             assert found.family is FAMILIES[name] and "vae" in found.missing and "text_encoder" in found.missing
+            for before in ("", "diffusion_model.", prefix):  # of the marks of v-prediction
+                marks = {f"{before}{mark}": ("F32", (0,)) for mark in ("v_pred", "ztsnr")}
+                found = read_single_file(write_header(tmp_path / "x.safetensors", renamed | marks))
+                assert found.scheduler == {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True}
+                assert not any("v_pred" in warning for warning in found.warnings)
 
 
 @pytest.mark.parametrize(
@@ -105,6 +110,10 @@ def test_recognizes_each_family_at_full_size(name: str, tmp_path: Path) -> None:
         (("ztsnr",), {}, {"rescale_betas_zero_snr": True}),
         ((), {"modelspec.prediction_type": "v"}, {"prediction_type": "v_prediction"}),
         ((), {"modelspec.prediction_type": "epsilon"}, {}),
+        ((), {"modelspec.predict_key": "v"}, {"prediction_type": "v_prediction"}),  # as ComfyUI saves it
+        ((), {"modelspec.prediction_type": "v-Prediction"}, {"prediction_type": "v_prediction"}),
+        ((), {"ss_v_parameterization": "True"}, {"prediction_type": "v_prediction"}),
+        (("model.v_pred",), {}, {"prediction_type": "v_prediction"}),
     ],
 )
 def test_reads_what_trainers_state(
@@ -118,6 +127,10 @@ def test_warns_of_statements_that_are_unclear(tmp_path: Path) -> None:
     contradiction = write(tmp_path, SDXL | {"v_pred": (0,)}, **{"modelspec.prediction_type": "epsilon"})
     found = read_single_file(contradiction)
     assert found.scheduler == {"prediction_type": "v_prediction"} and "The key is used" in found.warnings[0]
+    found = read_single_file(write(tmp_path, SDXL, **{"modelspec.prediction_type": "flow"}))
+    assert found.scheduler == {} and "prediction_type 'flow', which is unknown and was not used" in found.warnings[0]
+    found = read_single_file(write(tmp_path, SD2, **{"modelspec.predict_key": "epsilon"}))
+    assert found.scheduler == {"prediction_type": "epsilon"} and found.warnings == ()
     found = read_single_file(write(tmp_path, SD2))
     assert found.scheduler == {} and "does not state what its UNet predicts" in found.warnings[0]
     stated = read_single_file(write(tmp_path, SD2, **{"modelspec.architecture": "stable-diffusion-v2-512"}))

@@ -1,12 +1,13 @@
 """Networks: checkpoints in all of their forms, wrappers against diffusers, fast forms against PyTorch, engine keys."""
 
 import copy
+import json
 import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -384,9 +385,47 @@ def test_refuses_missing_weights(subfolder: str, folder_copy: Path) -> None:
         assert lost[0].removeprefix("text_model.") in str(refusal.value)
 
 
+@pytest.mark.parametrize("subfolder", FOLDERS)
+def test_refuses_weights_that_the_config_does_not_describe(subfolder: str, folder_copy: Path) -> None:
+    """Such as a UNet that takes the guidance scale as an input, in the folder of another."""
+    more = {"time_embedding.cond_proj.weight": torch.zeros(4, 4)}
+    harmless = {"text_model.embeddings.position_ids": torch.arange(77), "logit_scale": torch.zeros(())}
+    if subfolder.startswith("text"):
+        edit_weights(folder_copy / subfolder, lambda tensors: tensors.update(harmless))
+    for component in components_in(subfolder):
+        load_network(Checkpoint(folder_copy), component, FP32)
+    edit_weights(folder_copy / subfolder, lambda tensors: tensors.update(more))
+    for component in components_in(subfolder):
+        with pytest.raises(CheckpointError, match="describes another network than the weights beside it: time_embedd"):
+            load_network(Checkpoint(folder_copy), component, FP32)
+
+
+def test_pooled_text_is_of_the_end_token_also_beside_embeddings(folder_copy: Path) -> None:
+    """Configs of SDXL state the end token 2, which means the largest id in a text. Embeddings have larger ones."""
+    component, rows = "text_encoder_2", 4
+    config = json.loads((folder_copy / component / "config.json").read_text())
+    end = config["vocab_size"] - 1
+    edit_json(folder_copy / component / "config.json", eos_token_id=2)
+    checkpoint = replace(Checkpoint(folder_copy), embedding_rows=rows)
+    network = load_network(checkpoint, component, FP32)
+    assert network.architecture["eos_token_id"] == end
+    [table] = [one for one in network.module.modules() if getattr(one, "num_embeddings", 0) == end + 1 + rows]
+    table.weight.data[-rows:] = table.weight.data[:rows]  # type: ignore[index,operator,union-attr]
+    skip = torch.zeros(1, network.signature.inputs[1].shape[1])  # type: ignore[arg-type]
+
+    def pooled(*ids: int) -> torch.Tensor:
+        text = torch.full((1, 77), 0)
+        text[0, : len(ids) + 1] = torch.tensor([*ids, end])
+        return cast(torch.Tensor, network.module(text, skip)[1])
+
+    with torch.inference_mode():
+        assert torch.equal(pooled(5, end + 1, 6), pooled(5, 0, 6)), "the first row of an embedding is that of token 0"
+        assert not torch.equal(pooled(5, end + 1, 6), pooled(5, end + 1, 7)), "words after an embedding count"
+
+
 def test_refuses_refiner_with_another_noise_schedule(folder_copy: Path, toy_plan: BuildPlan, tmp_path: Path) -> None:
     edit_json(folder_copy / "scheduler" / "scheduler_config.json", beta_end=0.02)
-    with pytest.raises(CheckpointError, match="another noise schedule"):
+    with pytest.raises(CheckpointError, match="another noise schedule .*: beta_end 0.02 and 0.012.*--no-refiner"):
         build(replace(toy_plan, refiner=Checkpoint(folder_copy)), open_writable_store(tmp_path / "store"))
 
 

@@ -122,6 +122,14 @@ def refuses(folder: Path, message: str) -> None:
         export_tokenizer(folder)
 
 
+def test_refuses_a_tokenizer_without_padding(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "tokenizer")
+    (folder / "special_tokens_map.json").write_text(json.dumps({"pad_token": None}))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"pad_token": None}))
+    refuses(folder, "has no pad_token")
+
+
 @pytest.mark.parametrize("name", ["vocab.json", "merges.txt", "tokenizer_config.json"])
 def test_refuses_an_incomplete_folder(tmp_path: Path, name: str) -> None:
     folder = write_tokenizer(tmp_path / "tokenizer")
