@@ -1,6 +1,8 @@
 // The gateway's endpoints that the page uses.
 
+// Throws Refusal for a key that no header can hold: such a one is never right.
 function headers(key) {
+  if (/[^\x21-\x7e]/.test(key)) throw new Refusal("Incorrect API key.", "", {status: 401, kind: "invalid_api_key"});
   return {"Content-Type": "application/json", ...(key && {Authorization: `Bearer ${key}`})};
 }
 

@@ -107,6 +107,8 @@ function show(item) {
     ["Forecast", settings.forecast === "off" ? undefined : settings.forecast],
     ["Steps", settings.num_inference_steps],
     ["Guidance", settings.guidance_scale],
+    ["Made with", settings.uses.join(", ")],
+    ["Strength", settings.strength],
     ["LoRA", settings.loras?.map((lora) => `${lora.name} ${lora.scale}`).join(", ")],
     ["Flagged", result.flagged === undefined ? undefined : result.flagged ? "yes" : "no"],
     ["Release", served.release],

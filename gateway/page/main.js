@@ -54,6 +54,9 @@ function announce(text, more = "") {
   setText("announced", `${text} ${more}`);
 }
 
+// Fields of a request with files, which are not kept with its settings.
+const FILES = {image: "input image", masks: "mask", controls: "ControlNet", ip_adapters: "reference images"};
+
 async function submit() {
   if (running) return;
   problems.clear();
@@ -68,7 +71,9 @@ async function submit() {
     if (!served) throw new Refusal("No server has answered yet.");
     const request = await form.request(served);
     if (server.isUp) setText("down", "");
-    const {image, masks, controls, ip_adapters, ...settings} = request;
+    const {image, masks, controls, ip_adapters, ...values} = request;
+    const uses = Object.keys(FILES).filter((name) => request[name]).map((name) => FILES[name]);
+    const settings = {...values, uses};
     const steps = request.num_inference_steps ?? served.defaults.num_inference_steps;
     const preview_every = served.safety === "blank" ? 0 : Math.max(1, Math.round(steps / 10));
     const started = performance.now();
@@ -177,10 +182,12 @@ find("use-image").addEventListener("click", () => {
 find("use-settings").addEventListener("click", () => {
   const {settings, served} = gallery.shownResult();
   if (server.models.some(({release}) => release === served.release)) find("model").value = served.release;
+  if (!settings.uses.includes(FILES.image)) files.remove();
   form.useSettings(model(), settings);
   showServer();
   find("details").close();
   find("prompt").focus();
+  if (settings.uses.length) announce(`Files are not kept. Choose again: ${settings.uses.join(", ")}.`);
 });
 
 find("key").value = sessionStorage.getItem(KEY) ?? "";

@@ -14,6 +14,7 @@ from benchmarks.gpu_use import GpuUse, gpu_ids
 from benchmarks.rows import check_rows_file, finish, percentile
 from benchmarks.server_load import Outcome, RequestOf, closed_loop, count_clients, open_loop, outcome_rows, plot
 from engine_builder.files import check_writable
+from gateway.endpoint import DESCRIBE
 from model.errors import PreheatError
 from model.request_fields import GenerationRequest
 from preheat.console import (
@@ -38,9 +39,11 @@ from preheat.console import (
     unet_precision,
 )
 from preheat.local_server import demo
+from preheat.local_server.client import CallFailed, generate
 from preheat.request_list import BadRequestFile, bad_request, read_request_list
 
 _MAX_REQUESTS = 10_000
+_DESCRIBE_SECONDS = 60.0
 Number = TypeVar("Number", int, float)
 
 
@@ -87,8 +90,11 @@ def load(
     manifest = opened_store.read_release(release)
     width, height = given_size or (manifest.settings.native_width, manifest.settings.native_height)
     base: dict[str, Any] = {"prompt": DEFAULT_PROMPT, "width": width, "height": height, "num_inference_steps": steps}
+    base["model"] = manifest.name  # a server with --url may have several releases
     entries = [base] if requests is None else _read_requests(requests, base)
     precision = unet_precision(manifest).name
+    if url is not None:
+        _check_serves(url, manifest.name)
 
     def request_of(number: int) -> dict[str, Any]:
         return {"seed": number, **entries[number % len(entries)]}
@@ -115,6 +121,16 @@ def load(
     if plot_file is not None:
         plot(outcomes, plot_file, f"{release}, {request}: {rows[0].gpu}")
     finish(rows, out)
+
+
+def _check_serves(url: str, release: str) -> None:
+    """Raise CallFailed if a server does not have the release whose numbers are wanted."""
+    described = generate(url, DESCRIBE, _DESCRIBE_SECONDS)
+    served = described.get("models") or [described.get("release")]
+    if release not in served:
+        raise CallFailed(
+            f"{url} serves {', '.join(map(str, served))}, and not {release}.", remedy="Name a release that it serves."
+        )
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,10 @@ def translate(text: str) -> Translation:
     for name, options in _LORA.findall(prompt):
         _add_lora(found, name, options.split(":")[1:])
     for name, (field, kind) in _FIELDS.items():
-        if name in settings:
-            found.fields[field] = kind(settings[name])
+        try:
+            found.fields |= {field: kind(settings[name])} if name in settings else {}
+        except ValueError:
+            found.notes.append(f"{name} {settings[name]} is not a number.")
     if size := re.fullmatch(r"(\d{1,5})x(\d{1,5})", settings.get("Size", "")):
         found.fields["width"], found.fields["height"] = int(size[1]), int(size[2])
     schedule = settings.get("Schedule type", "Automatic").strip()

@@ -40,6 +40,8 @@ def read_request(path: Path) -> tuple[Fields, list[str]]:
     try:
         if KEYWORD in texts:
             own = json.loads(texts[KEYWORD])
+            if not isinstance(own["request"], dict) or not isinstance(own["request"].get("prompt"), str):
+                raise ValueError("it has no request with a prompt")
             notes = [
                 f"The release is {own['release']}. On a server of several releases add it to the request as `model`."
             ]
@@ -93,7 +95,8 @@ def _valid(fields: Fields, notes: list[str], path: Path) -> Fields:
     except ValidationError as error:
         bad = {str(problem["loc"][0]).partition(".")[0] if problem["loc"] else "" for problem in error.errors()}
         if "prompt" in bad or not bad <= fields.keys():
-            raise BadImageText(f"{path} states no valid prompt.") from error
+            reason = next((one["msg"] for one in error.errors() if one["loc"] == ("prompt",)), "")
+            raise BadImageText(f"{path} states no valid prompt{reason and f' ({reason})'}.") from error
         notes += [f"{name} {json.dumps(fields[name])[:80]} is not valid in a request." for name in sorted(bad)]
         return _valid({name: value for name, value in fields.items() if name not in bad}, notes, path)
     return fields

@@ -137,6 +137,23 @@ def test_painted_mask_changes_only_its_part(page: Page, tmp_path: Path) -> None:
     original = np.asarray(Image.open(photo(tmp_path)))
     assert (result[:, 64:] == original[:, 64:]).all()
     assert (result[40:90, 16:36] != original[40:90, 16:36]).any()
+    page.locator(".card").first.click()
+    values = page.locator("#detail-values")
+    expect(values).to_contain_text("Made withinput image, mask")
+    expect(values).to_contain_text("Strength0.9")
+    page.click("#use-settings")
+    expect(page.locator("#status")).to_have_text("Files are not kept. Choose again: input image, mask.")
+
+
+def test_settings_of_an_image_without_input_remove_the_input(page: Page, tmp_path: Path) -> None:
+    generate(page, prompt="a blue line", width=64, height=64, num_inference_steps=2, seed=5)
+    page.click("#image-section summary")
+    page.set_input_files("#image", photo(tmp_path))
+    expect(page.locator("#mask")).to_be_visible()
+    page.locator(".card").first.click()
+    expect(page.locator("#detail-values")).not_to_contain_text("Made with")
+    page.click("#use-settings")
+    expect(page.locator("#mask")).to_be_hidden()
 
 
 def test_details_have_settings_timings_and_download(page: Page) -> None:

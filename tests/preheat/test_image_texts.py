@@ -160,6 +160,8 @@ def test_notes_what_is_not_served(tmp_path: Path) -> None:
     text = "a cat\nSteps: 20, Sampler: UniPC, CFG scale: 7, Seed: 99999999999, Size: 64x64"
     fields, notes = read_request(png(tmp_path / "x.png", parameters=text))
     assert fields["prompt"] == "a cat" and "scheduler" not in fields and "seed" not in fields
+    fields, more = read_request(png(tmp_path / "x.png", parameters=text.replace("20", "20.5")))
+    assert fields["prompt"] == "a cat" and more[0] == "Steps 20.5 is not a number."
     assert "The sampler UniPC is not served" in notes[0] and "seed 99999999999 is not valid" in notes[1]
 
 
@@ -175,7 +177,8 @@ def test_command_prints_json_alone(tmp_path: Path) -> None:
     ({}, "has no text of A1111, ComfyUI or Preheat"), ({"prompt": "{"}, "cannot be read"),
     ({"prompt": "[]"}, "cannot be read"), ({"prompt": "{}"}, "its graph has no KSampler"),
     ({"prompt": "[" * 100_000}, "cannot be read"), ({"preheat": "{}"}, "cannot be read"),
-    ({"parameters": "a\nSteps: x, Sampler: Euler, CFG scale: 7"}, "cannot be read"),
+    ({"preheat": '{"release": 3, "request": "x"}'}, "no request with a prompt"), ({"preheat": "[]"}, "cannot be read"),
+    ({"parameters": f"{'a' * 4001}\nSteps: 1, Sampler: Euler, CFG scale: 7"}, "states no valid prompt .*4,?000"),
     ({"parameters": "Steps: 1, Sampler: Euler, CFG scale: 7"}, "states no valid prompt"),
 ])  # fmt: skip
 def test_refuses_other_texts(texts: dict[str, str], words: str, tmp_path: Path) -> None:

@@ -22,9 +22,15 @@ class Handler(QuietHandler):
     """Answers requests without `width` 72 with an image."""
 
     received: list[dict[str, Any]] = []
+    others = ["toy-sdxl/1"]
 
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if request.get("describe"):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps({"release": "other/1", "models": ["other/1", *self.others]}).encode())
+            return
         self.received.append(request)
         is_refused = request["width"] == 72
         self.send_response(400 if is_refused else 200)
@@ -48,6 +54,7 @@ def test_sends_the_requests_of_a_file_in_turns(toy_store: Store, tmp_path: Path)
     assert first.exit_code == second.exit_code == 0, first.output
     received = {(each["seed"] % 2, each["width"], each["num_inference_steps"]) for each in Handler.received}
     assert received == {(0, 64, 3), (1, 72, 5)}, "the seed is the request's number"
+    assert {each["model"] for each in Handler.received} == {"toy-sdxl/1"}, "the server has another release, too"
     closed, opened, *appended = read_rows(rows)
     assert closed.case == "closed loop, 1 client 64x64, mix" and opened.case.startswith("open loop"), "by their file"
     assert len(appended) == 2 and abs(closed.runs - closed.extra["failed"]) <= 1
@@ -89,6 +96,13 @@ def test_reports_the_servers_refusal(toy_store: Store) -> None:
     assert isinstance(result.exception, PreheatError)
     message = str(result.exception)
     assert "generated no image" in message and "400" in message and REFUSAL["error"] in message
+
+
+def test_refuses_a_server_of_another_release(toy_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Handler, "others", [])
+    with HttpServer(Handler) as server:
+        result = run(toy_store, server.port)
+    assert isinstance(result.exception, PreheatError) and "serves other/1, and not toy-sdxl/1" in str(result.exception)
 
 
 def test_reports_a_missing_server(toy_store: Store) -> None:
