@@ -4,6 +4,7 @@ A draft is the manifest that `preheat build` writes for one target and precision
 files: drafts of different sources cannot be merged.
 """
 
+from collections.abc import Callable
 from datetime import UTC, datetime
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -42,18 +43,22 @@ def publish(
     thresholds: Thresholds | None = None,
     accept: bool = False,
     without_fp8: bool = False,
+    report: Callable[[str], None] = lambda sentence: None,
 ) -> tuple[Manifest, bool]:
     """Publish the drafts of a model as one release. Sign the release if a private key is given.
 
     name: "model/version", or "model" for the next whole number.
     thresholds: the limits of the validation that 8-bit engines need; None: the defaults. accept: publish engines that
     violate them, and list the violations in the manifest. without_fp8: leave out the drafts with 8-bit engines.
+    report: is called with a sentence for each draft that is left out because it is of another model than the newest.
     Returns what `write_once` returns. Raises NothingToPublish; ManifestError for an invalid name, a damaged draft or
     drafts that give no valid manifest; MissingFp16Engines; and as `require_validation` and `write_once` do.
     """
     model, _, version = name.partition("/")
     split_name(f"{model}/{version or '1'}")  # raises for an invalid name
-    drafts = read_drafts(store, model, without_fp8)
+    drafts, others = read_drafts(store, model, without_fp8)
+    for draft, differing in others:
+        report(f"Left out: the build for {_targets(draft)} of {draft.created[:16]}, which has another {differing}.")
     _check_weights(drafts)
     merged = merge_drafts(drafts)
     check_fp16_steps(merged)
@@ -113,8 +118,11 @@ def check_fp16_steps(manifest: Manifest) -> None:
             )
 
 
-def read_drafts(store: WritableStore, model: str, without_fp8: bool = False) -> list[Manifest]:
-    """Return the model's drafts that have the same source, preset and VAE as its newest draft, newest first.
+def read_drafts(
+    store: WritableStore, model: str, without_fp8: bool = False
+) -> tuple[list[Manifest], list[tuple[Manifest, str]]]:
+    """Return the model's drafts that have the same source, preset and VAE as its newest draft, newest first. Then the
+    others, each with what differs.
 
     Of drafts with 8-bit engines, only those with the newest one's quantization are returned: a release has one.
     without_fp8: ignores drafts with 8-bit engines, also as the newest draft.
@@ -142,18 +150,28 @@ def read_drafts(store: WritableStore, model: str, without_fp8: bool = False) -> 
         if not drafts:
             raise NothingToPublish(f"{store.url} has only drafts of {model} with 8-bit engines.")
     drafts.sort(key=lambda draft: draft.created, reverse=True)
-    current = [draft for draft in drafts if _model_of(draft) == _model_of(drafts[0])]
-    quantizations = [draft.builder.get("quantization") for draft in current if quantized_engines(draft)]
-    return [
-        draft
-        for draft in current
-        if not quantized_engines(draft) or draft.builder.get("quantization") == quantizations[0]
-    ]
+    current: list[Manifest] = []
+    others: list[tuple[Manifest, str]] = []
+    quantizations: list[str | None] = []
+    for draft in drafts:
+        differing = [what for name, what in _MODEL.items() if draft.builder.get(name) != drafts[0].builder.get(name)]
+        if not differing and quantized_engines(draft):
+            quantizations.append(draft.builder.get("quantization"))
+            differing = ["quantization"] if quantizations[-1] != quantizations[0] else []
+        if differing:
+            others.append((draft, " and another ".join(differing)))
+        else:
+            current.append(draft)
+    return current, others
 
 
-def _model_of(draft: Manifest) -> tuple[str | None, ...]:
-    """Return what a draft's requests depend on: its source, the preset, the VAE in place of the source's, and rows."""
-    return tuple(draft.builder.get(name) for name in ("source", "preset", "vae", "embedding_rows"))
+# The builder's entries that requests depend on -> what they are.
+_MODEL = {
+    "source": "source (files of the model, its refiner, ControlNets or IP-Adapters)",
+    "preset": "preset",
+    "vae": "VAE",
+    "embedding_rows": "number of rows for embeddings",
+}
 
 
 # The builder's entries that describe only some of a release's engines.

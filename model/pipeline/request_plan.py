@@ -358,6 +358,8 @@ def _warnings(model: LoadedModel, plan: PassPlan, request: GenerationParams, num
             f"{prompt_fields[1]}: this model's UNet takes the guidance scale as an input and reads no negative prompt"
             f"{'; only the refiner does' if refiner_reads_it else ''}."
         )
+    elif params.negative_prompt and params.guidance_scale <= 1:
+        yield f"{prompt_fields[1]}: without guidance (guidance_scale {params.guidance_scale:g}) it is not read."
     if params.use_refiner and not refines:
         yield (
             f"denoising_frac: {params.denoising_frac} of {params.num_inference_steps} steps leaves the refiner without "

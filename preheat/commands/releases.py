@@ -27,6 +27,7 @@ from preheat.console import (
     meter,
     open_cli_store,
     plain,
+    print_warning,
     save_report,
     say,
     tracked,
@@ -84,7 +85,7 @@ def run_publish(
     thresholds = Thresholds.read(threshold_file) if threshold_file else None
     private_key = read_private_key(key_file)
     with activity(f"Publishing {name}"):
-        manifest, is_new = publish_drafts(store, name, private_key, thresholds, accept, without_fp8)
+        manifest, is_new = publish_drafts(store, name, private_key, thresholds, accept, without_fp8, print_warning)
     _print_accepted(manifest)
     say(
         f"{published(manifest, is_new)}: {len(manifest.engines)} engines for {plain(', '.join(manifest.targets))}, "

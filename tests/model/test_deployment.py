@@ -108,7 +108,7 @@ def store(toy_folder: Path, target: Target, tmp_path_factory: pytest.TempPathFac
     with builds_without_compiling():
         for one in (plan, replace(plan, precision=FP16), quantized):
             build(one, store)
-    manifest = merge_drafts(read_drafts(store, "toy"))
+    manifest = merge_drafts(read_drafts(store, "toy")[0])
     store.write_release(manifest.model_copy(update={"version": "1"}))
     store.write_release(signing.sign(manifest.model_copy(update={"version": "2"}), KEY))
     engines = tuple(engine for engine in manifest.engines if not engine.component.startswith("unet_lora"))

@@ -107,7 +107,7 @@ def built(fp8_plan: BuildPlan, fp8_store: WritableStore) -> tuple[WritableStore,
     """A release of the toy in fp32 and FP8."""
     result = build(fp8_plan, fp8_store)
     assert "unet" in result.compiled
-    return fp8_store, write_release(fp8_store, read_drafts(fp8_store, "toy-sdxl"), "mixed")
+    return fp8_store, write_release(fp8_store, read_drafts(fp8_store, "toy-sdxl")[0], "mixed")
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,7 @@ def with_fp16(built: tuple[WritableStore, Manifest], fp8_plan: BuildPlan) -> Wri
 
 
 def drafts_without_fp32(store: WritableStore) -> list[Manifest]:
-    drafts = read_drafts(store, "toy-sdxl")
+    drafts, _ = read_drafts(store, "toy-sdxl")
     return [draft for draft in drafts if not any(engine.precision == FP32 for engine in draft.engines)]
 
 

@@ -56,8 +56,11 @@ def test_omits_a_draft_of_an_older_source(store_copy: WritableStore) -> None:
     for entry in ("source", "preset", "vae"):
         older = read_draft(store_copy).builder | {entry: "older"}
         add_draft_of_another_target(store_copy, created="2020-01-01T00:00:00+00:00", builder=older)
-        manifest, new = publish(store_copy, "toy-sdxl")
+        said: list[str] = []
+        manifest, new = publish(store_copy, "toy-sdxl", report=said.append)
         assert (manifest.name, new) == ("toy-sdxl/1", False) and OTHER not in manifest.targets
+        [sentence] = said
+        assert f"the build for {OTHER} of 2020-01-01T00:00" in sentence and entry.lower() in sentence.lower()
 
 
 def test_release_has_the_architectures_of_all_drafts(store_copy: WritableStore) -> None:

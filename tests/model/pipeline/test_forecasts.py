@@ -70,6 +70,14 @@ def test_few_steps_and_the_last_one_are_evaluated(loaded: Loaded) -> None:
         assert plan.evaluations == expected and plan.first.step_plan.requested_step[-1] == steps - 1
 
 
+def test_warns_of_a_negative_prompt_without_guidance(loaded: Loaded) -> None:
+    params = replace(forecast_of(loaded, "off"), negative_prompt="blurry", guidance_scale=1.0)
+    warning = "negative_prompt: without guidance (guidance_scale 1) it is not read."
+    assert plan_request(loaded.model, params).warnings == [warning]
+    for changes in ({"guidance_scale": 2.0}, {"negative_prompt": ""}):
+        assert plan_request(loaded.model, replace(params, **changes)).warnings == []
+
+
 def test_warns_of_guidance_without_steps(loaded: Loaded) -> None:
     params = forecast_of(loaded, "off", guidance_start=0.41, guidance_end=0.42)
     assert plan_request(loaded.model, params).warnings == [
