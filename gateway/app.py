@@ -256,7 +256,7 @@ async def _counted(key: ApiKey, images: int, events: AsyncIterator[Event]) -> As
         async for event in events:
             images -= event["event"] == "image"
             yield event
-    except ApiError:
+    except Exception:
         key.give_back(images)
         raise
 

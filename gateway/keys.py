@@ -49,7 +49,10 @@ class ApiKey:
             return
         if images > self.rate:
             raise ApiError(
-                400, f"{images} images exceed this key's {self.rate} images a minute.", None, "rate_limit_exceeded"
+                400,
+                f"{images} images exceed this key's {self.rate} images a minute.",
+                "num_images",
+                "rate_limit_exceeded",
             )
         elapsed = math.inf if self._updated is None else now - self._updated
         self._tokens, self._updated = min(self.rate, self._tokens + elapsed * self.rate / 60), now

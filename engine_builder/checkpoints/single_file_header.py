@@ -67,7 +67,14 @@ _PREDICTIONS = {
     "v-prediction": "v_prediction", "v_pred": "v_prediction",
 }  # fmt: skip
 _PREDICTION_KEYS = ("modelspec.prediction_type", "modelspec.predict_key")  # of trainers, and of ComfyUI
-_TRAINED_ON_VELOCITY = "ss_v_parameterization"
+# Entry of a file's metadata -> its values, in lower case, and the prediction types that they state. The first is used.
+_PREDICTIONS_OF: dict[str, dict[str, str]] = {
+    **dict.fromkeys(_PREDICTION_KEYS, _PREDICTIONS),
+    "modelspec.architecture": {
+        "stable-diffusion-v2-512": "epsilon", "stable-diffusion-v2-768-v": "v_prediction",
+    },
+    "ss_v_parameterization": {"true": "v_prediction"},
+}  # fmt: skip
 
 
 class TensorInfo(NamedTuple):
@@ -280,23 +287,23 @@ def _scheduler(header: Header, family: SingleFileFamily) -> tuple[dict[str, Any]
     if family.marker is not None:
         return {}, ()
     entries: dict[str, Any] = {}
-    key = next((name for name in _PREDICTION_KEYS if header.metadata.get(name)), _PREDICTION_KEYS[0])
-    value = header.metadata.get(key, "")
-    stated = _PREDICTIONS.get(value.lower())
-    warnings: tuple[str, ...] = ()
-    if value and stated is None:
-        warnings = (f"{header.path} has {key} {value!r:.80}, which is unknown and was not used.",)
-    stated = stated or {
-        "stable-diffusion-v2-512": "epsilon", "stable-diffusion-v2-768-v": "v_prediction",
-    }.get(header.metadata.get("modelspec.architecture", ""))  # fmt: skip
-    if stated is None and header.metadata.get(_TRAINED_ON_VELOCITY) == "True":
-        stated = "v_prediction"
+    values = [(key, header.metadata[key]) for key in _PREDICTIONS_OF if header.metadata.get(key)]
+    known = [
+        (key, _PREDICTIONS_OF[key][value.lower()]) for key, value in values if value.lower() in _PREDICTIONS_OF[key]
+    ]
+    where, stated = known[0] if known else ("", None)
+    warnings = tuple(
+        f"{header.path} has {key} {value!r:.80}, which is unknown and was not used."
+        for key, value in values
+        if key in _PREDICTION_KEYS and value.lower() not in _PREDICTIONS
+    )
     if stated is not None and (stated != "epsilon" or not family.states_prediction):
         entries["prediction_type"] = stated
     if "v_pred" in header.names:
         if stated == "epsilon":
             warnings += (
-                f"{header.path} has the key v_pred, and its {key} is {value}. The key is used, as in other programs.",
+                f"{header.path} has the key v_pred, and its {where} states epsilon. The key is used, as in other "
+                "programs.",
             )
         entries["prediction_type"] = "v_prediction"
     if "ztsnr" in header.names:

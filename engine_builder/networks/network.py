@@ -23,6 +23,7 @@ from torch import nn
 from engine_builder.checkpoints.folder import DOWNLOAD_AGAIN, Checkpoint, CheckpointError, variant_of
 from engine_builder.checkpoints.ip_adapter import features_of_image, image_slots, open_adapter, tokens_of_image
 from engine_builder.checkpoints.safety_checker import checked_side
+from engine_builder.checkpoints.tokenizers import export_tokenizer
 from engine_builder.networks.controlnet import control_type_count
 from engine_builder.networks.ip_adapter import image_encoder_network, read_ip_adapter
 from engine_builder.networks.quiet import quiet_libraries
@@ -48,11 +49,15 @@ SIGNATURES_VERSION = 3
 _PROVENANCE = (
     "_name_or_path", "_diffusers_version", "transformers_version", "torch_dtype", "dtype", "architectures",
 )  # fmt: skip
-# Weights that a network does not read although they may be beside it: positions, the scale of CLIP's training, its
-# projections, and its other tower.
+_POSITIONS = r"(?:^|\.)position_ids$"
+_CLIP_TEXT = re.compile(rf"{_POSITIONS}|^logit_scale$|^(?:text_projection|visual_projection|vision_model)\.")
+# Class -> weights that it does not read although they may be beside its own: positions, the scale of CLIP's training,
+# its projections, and its other tower. Classes of diffusers read all.
 _MAY_BE_UNREAD = {
-    "text": re.compile(r"(?:^|\.)(?:position_ids|logit_scale)$|^(?:text_projection|visual_projection|vision_model)\."),
-    "vision": re.compile(r"(?:^|\.)(?:position_ids|logit_scale)$|^(?:text_projection|text_model)\."),
+    "CLIPTextModel": _CLIP_TEXT,
+    "CLIPTextModelWithProjection": _CLIP_TEXT,
+    "CLIPVisionModelWithProjection": re.compile(rf"{_POSITIONS}|^logit_scale$|^(?:text_projection|text_model)\."),
+    "StableDiffusionSafetyChecker": re.compile(_POSITIONS),
 }
 _APPLIED_OUTSIDE = ("scaling_factor", "force_upcast")
 _NORMALIZATION = ("latents_mean", "latents_std")  # applied outside, too; kept as null, as other VAEs have them
@@ -176,9 +181,11 @@ def load_network(
     if isinstance(widths, UnetWidths):
         widths = replace(widths, chunks=text_chunks)
     if checkpoint.embedding_rows and wrapper.package == "transformers":
-        add_embedding_rows(network, checkpoint.embedding_rows)
+        end_token = None
         if config.get("eos_token_id") == LARGEST_ID:
-            config["eos_token_id"] = config["vocab_size"] - 1
+            tokenizer = spec.checkpoint_folder.replace("text_encoder", "tokenizer")
+            end_token = config["eos_token_id"] = export_tokenizer(checkpoint.root / tokenizer)[1].eos_token_id
+        add_embedding_rows(network, checkpoint.embedding_rows, end_token)
         config["vocab_size"] += checkpoint.embedding_rows
     options: dict[str, Any] = {}
     if spec.is_denoiser:
@@ -280,8 +287,8 @@ def _load(library: str, class_name: str, checkpoint: Checkpoint, subfolder: str,
             f"{checkpoint.folder(subfolder)} lacks {len(missing)} of its network's weights, {missing[0]} first.",
             DOWNLOAD_AGAIN,
         )
-    ignored = _MAY_BE_UNREAD["vision" if "Vision" in class_name else "text"]
-    if unread := sorted(name for name in loading_info["unexpected_keys"] if not ignored.search(name)):
+    ignored = _MAY_BE_UNREAD.get(class_name)
+    if unread := sorted(name for name in loading_info["unexpected_keys"] if not (ignored and ignored.search(name))):
         raise CheckpointError(
             f"{checkpoint.folder(subfolder)}/config.json describes another network than the weights beside it: "
             f"{unread[0]:.80}{f' and {len(unread) - 1} others' if len(unread) > 1 else ''} would not be read.",

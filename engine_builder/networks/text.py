@@ -61,16 +61,16 @@ def _select(states: Sequence[Tensor], clip_skip: Tensor) -> Tensor:
     return selected
 
 
-def add_embedding_rows(network: Any, rows: int) -> None:
+def add_embedding_rows(network: Any, rows: int, end_token: int | None) -> None:
     """Add rows of zeros to the end of a text encoder's table of tokens, for embeddings of textual inversion.
 
-    The pooled text is then read at the token with the largest id of the table before, the end of a text. Otherwise a
-    config from before transformers 4.32, whose end token is 2, means the largest id in a text: that of an embedding.
+    end_token: where the pooled text is read from now on, if the network reads it at the largest id in a text. With
+    embeddings that is no longer the end of a text. None: as the network says.
     """
     embedding = network.get_input_embeddings()
-    for module in network.modules():
+    for module in network.modules() if end_token is not None else ():
         if getattr(module, "eos_token_id", None) == LARGEST_ID:
-            module.eos_token_id = embedding.num_embeddings - 1
+            module.eos_token_id = end_token
     zeros = embedding.weight.new_zeros(rows, embedding.embedding_dim)
     embedding.weight = nn.Parameter(torch.cat([embedding.weight.detach(), zeros]), requires_grad=False)
     embedding.num_embeddings += rows

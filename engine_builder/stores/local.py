@@ -174,7 +174,7 @@ class WritableLocalStore(LocalStore):
             yield temporary
         except OSError as error:
             raise StoreError(
-                f"{self.url} cannot be written: {error.strerror or error}. Nothing in it was changed.",
+                f"{self.url} cannot be written: {error.strerror or error}. Files that were complete before are intact.",
                 "Free disk space, make the folder writable, or name another store (`--store`).",
             ) from error
         finally:

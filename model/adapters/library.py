@@ -131,6 +131,11 @@ class AdapterLibrary:
         with self._lock:
             return next((self._failures[name] for name in names if name in self._failures), None)
 
+    def forget_failures(self) -> None:
+        """Let the next `prepare` try all adapters again."""
+        with self._lock:
+            self._failures = {}
+
     def has(self, names: Collection[str]) -> bool:
         """True if these adapters are on the device."""
         with self._lock:
@@ -138,8 +143,7 @@ class AdapterLibrary:
 
     def load(self, names: Collection[str]) -> None:
         """Load adapters, and return when they are on the device. Raises AdapterError."""
-        with self._lock:
-            self._failures = {}
+        self.forget_failures()
         while not self.has(names):
             self.prepare([names])
             for loading in list(self._loading.values()):

@@ -68,15 +68,19 @@ class AdapterTurns:
     def prepare(self, waiting: Sequence[Job]) -> tuple[Job, Exception] | None:
         """Load the adapters of `waiting` onto the device. Returns a job that cannot get them, with the error.
 
-        Others that need the same adapters are returned by the next calls, until none is left that is not done.
+        Others that need the same adapters are returned by the next calls. Once none is left, a later one reads them
+        again.
         """
         library = self._model.adapters
         needing = [job for job in waiting if not job.done and self._needed(job)]
         if library is None:
             return None
         library.prepare(list({job.params.loras: self._needed(job) for job in needing}.values()))
-        failed = ((job, library.failure(self._needed(job))) for job in needing)
-        return next(((job, error) for job, error in failed if error is not None), None)
+        for job in needing:
+            if (error := library.failure(self._needed(job))) is not None:
+                return job, error
+        library.forget_failures()  # all who waited are answered
+        return None
 
     def admits(self, job: Job) -> bool:
         """True if images of a job may start now, as far as its adapters decide."""

@@ -482,8 +482,11 @@ class Scheduler:
         try:
             self._fail(self._unfinished_jobs(), error)
         except Exception:
-            logger.exception("The scheduler failed.")
+            if self._failure is None:
+                logger.exception("The scheduler failed.")
             self.abandon("The scheduler has failed; this server is being replaced.")
+            with self._wakeup:
+                self._wakeup.wait(IDLE_SECONDS)  # the next try fails, too
 
     def _check_device(self, error: Exception) -> None:
         """Set `_failure` if the GPU has failed: a CUDA error lasts until its process ends."""

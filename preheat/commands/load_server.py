@@ -90,11 +90,10 @@ def load(
     manifest = opened_store.read_release(release)
     width, height = given_size or (manifest.settings.native_width, manifest.settings.native_height)
     base: dict[str, Any] = {"prompt": DEFAULT_PROMPT, "width": width, "height": height, "num_inference_steps": steps}
-    base["model"] = manifest.name  # a server with --url may have several releases
     entries = [base] if requests is None else _read_requests(requests, base)
     precision = unet_precision(manifest).name
-    if url is not None:
-        _check_serves(url, manifest.name)
+    if url is not None and _serves_others(url, manifest.name):  # older servers of one release take no `model`
+        entries = [entry | {"model": manifest.name} for entry in entries]
 
     def request_of(number: int) -> dict[str, Any]:
         return {"seed": number, **entries[number % len(entries)]}
@@ -123,14 +122,15 @@ def load(
     finish(rows, out)
 
 
-def _check_serves(url: str, release: str) -> None:
-    """Raise CallFailed if a server does not have the release whose numbers are wanted."""
+def _serves_others(url: str, release: str) -> bool:
+    """Return whether a server has further releases. Raises CallFailed if it does not have this one."""
     described = generate(url, DESCRIBE, _DESCRIBE_SECONDS)
     served = described.get("models") or [described.get("release")]
     if release not in served:
         raise CallFailed(
             f"{url} serves {', '.join(map(str, served))}, and not {release}.", remedy="Name a release that it serves."
         )
+    return len(served) > 1
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,9 @@ _SILENT = ("Sampler", "Schedule type", "Size", "Model", "Model hash", "Version",
 def translate(text: str) -> Translation:
     """Return the request of a text. Raises ValueError."""
     lines, found = text.strip().split("\n"), Translation()
-    last = next((at for at in reversed(range(len(lines))) if len(_SETTING.findall(lines[at])) >= _MIN_SETTINGS), None)
+    last = next((at for at in reversed(range(len(lines))) if lines[at].startswith("Steps:")), None)
+    if last is None and _SETTING.match(lines[-1]) and len(_SETTING.findall(lines[-1])) >= _MIN_SETTINGS:
+        last = len(lines) - 1  # of another program, whose settings may be in another order
     # Extensions write lines after the settings, such as the template of dynamic prompts.
     after = [] if last is None else lines[last + 1 :]
     settings = {} if last is None else {name: value.strip('"') for name, value in _SETTING.findall(lines[last])}

@@ -3,13 +3,13 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import PureWindowsPath
 from typing import Any
 
 from model.denoising.sampler_specs import SPECS
 from preheat.image_texts.fields import Translation
 
-_MAX_NODES = 10_000
+_MAX_NODES = 2_000
 _SAMPLER = "KSampler"  # the beginning of the names of nodes that sample from both prompts
 _FIELDS = {"steps": "num_inference_steps", "cfg": "guidance_scale", "seed": "seed", "noise_seed": "seed"}
 # Inputs of a sampler -> what they are in a picture that is made from noise in all steps.
@@ -19,9 +19,10 @@ _NO_TEXT = "ConditioningZeroOut"
 _LORA, _LORA_OF_UNET = "LoraLoader", "LoraLoaderModelOnly"
 _LATENTS = ("EmptyLatentImage", "EmptySD3LatentImage")
 _FILES = ("CheckpointLoaderSimple", "CheckpointLoader", "UNETLoader", "CLIPLoader", "DualCLIPLoader", "VAELoader")
-_PLAIN = ("Reroute",)
-# Inputs by which a node that only has a value states it.
+_PLAIN = ("Reroute",)  # passes its only input on
+# Inputs by which a node that only states a value does so, and others that it may have.
 _VALUES = ("value", "seed", "int", "float", "number", "text", "string")
+_NEUTRAL = ("control_after_generate", "multiline")
 
 
 @dataclass(frozen=True)
@@ -95,31 +96,38 @@ class _Reader:
             node.kind: None
             for link in inputs.values()
             for node in self.upstream(link)
-            if node.key not in self._understood and node.kind not in (*_FILES, *_PLAIN)
+            if node.key not in self._understood and node.kind not in _FILES
         }
         if left or others:
             self.found.notes.append(f"Not translated: {', '.join([*left, *others])}.")
 
     def upstream(self, link: Any) -> Iterator[_Node]:
-        """Yield the nodes that a link [node, output] leads to, nearest first."""
+        """Yield the nodes that a link [node, output] leads to, nearest first; none before a node without text."""
         waiting, seen = [link], set[str]()
         while waiting:
             node = self._node(waiting.pop(0))
             if node is not None and node.key not in seen:
                 seen.add(node.key)
                 yield node
-                waiting += node.inputs.values()
+                waiting += node.inputs.values() if node.kind != _NO_TEXT else ()
 
     def _node(self, link: Any) -> _Node | None:
-        return self._nodes.get(str(link[0])) if isinstance(link, list) and link else None
+        """Return the node of a link, behind those that only pass it on. None: it is a value, or there is no such."""
+        for _ in self._nodes:
+            node = self._nodes.get(str(link[0])) if isinstance(link, list) and link else None
+            if node is None or node.kind not in _PLAIN:
+                return node
+            link = next(iter(node.inputs.values()), None)
+        return None
 
     def _value(self, given: Any) -> str | int | float | None:
         """Return a value, also of a node that only states it; None for what other nodes compute."""
         seen = set[str]()
         while (node := self._node(given)) is not None and node.key not in seen:
             seen.add(node.key)
-            given = next((node.inputs[name] for name in _VALUES if name in node.inputs), None)
-        if isinstance(given, str | int | float):
+            stated = [name for name in node.inputs if name not in _NEUTRAL]
+            given = node.inputs[stated[0]] if len(stated) == 1 and stated[0] in _VALUES else None
+        if isinstance(given, str | int | float) and not isinstance(given, bool):
             self._understood |= seen
             return given
         return None
@@ -131,13 +139,15 @@ class _Reader:
             seen.add(node.key)
             if node.kind == _NO_TEXT:
                 self._understood.add(node.key)
-                self._understood |= {one.key for one in self.upstream(node.inputs.get("conditioning"))}
                 return ""
             if node.kind in _TEXTS:
                 return self._encoded_text(node)
             # Of a node that passes conditioning on, which is not translated: the input of this prompt.
-            links = [one for one in node.inputs.values() if self._leads_to_text(one)]
-            link = node.inputs.get(role) or (links[0] if links else None)
+            link = node.inputs.get(role)
+            if isinstance(link, str):
+                return _plain_brackets(link)
+            if self._node(link) is None:
+                link = next((one for one in node.inputs.values() if self._leads_to_text(one)), None)
         return ""
 
     def _leads_to_text(self, link: Any) -> bool:
@@ -151,7 +161,7 @@ class _Reader:
         self._understood.add(node.key)
         if len(set(texts)) > 1:
             self.found.notes.append(f"Not translated: {texts[1]!r}, a text for one of the text encoders.")
-        return re.sub(r"(?<!\\)[\[\]]", r"\\\g<0>", str(texts[0]).strip())  # brackets are plain text there
+        return _plain_brackets(str(texts[0]))
 
     def _read_latent(self, node: _Node | None) -> None:
         if node is None or node.kind not in _LATENTS:
@@ -168,10 +178,15 @@ class _Reader:
         while node is not None and node.key not in seen:
             seen.add(node.key)
             if node.kind in (_LORA, _LORA_OF_UNET):
-                name = Path(str(node.inputs.get("lora_name"))).stem
+                name = self._value(node.inputs.get("lora_name"))
                 unet = self._value(node.inputs.get("strength_model"))
                 text = self._value(node.inputs.get("strength_clip")) if node.kind == _LORA else 0
-                if isinstance(unet, int | float) and isinstance(text, int | float):
+                if isinstance(name, str) and isinstance(unet, int | float) and isinstance(text, int | float):
                     self._understood.add(node.key)
-                    self.found.add_lora(name, unet, text)
+                    self.found.add_lora(PureWindowsPath(name).stem, unet, text)
             node = self._node(node.inputs.get("model"))
+
+
+def _plain_brackets(text: str) -> str:
+    """Return a text of ComfyUI in A1111's syntax, where brackets would lower the weight of words."""
+    return re.sub(r"(?<!\\)[\[\]]", r"\\\g<0>", text.strip())

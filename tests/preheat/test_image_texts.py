@@ -102,6 +102,23 @@ OTHER_GRAPHS = (
      {"loras": [{"name": "style", "scale": {"unet": 0.5, "text_encoder": 0, "text_encoder_2": 0}}]}, ()),
     ({"n10": {"strength_clip": 0.5}}, {"loras": [{"name": "style", "scale": 0.5}]}, ()),
     ({"n10": {"strength_model": ["11", 0]}, "n11": {"class_type": "Random"}}, {"loras": None}, ("LoraLoader, Random",)),
+    ({"n10": {"lora_name": "SDXL\\ink.safetensors"}},
+     {"loras": [{"name": "ink", "scale": {"unet": 0.5, "text_encoder": 1.0, "text_encoder_2": 1.0}}]}, ()),
+    ({"n10": {"lora_name": ["11", 0]}, "n11": {"class_type": "Random"}}, {"loras": None}, ("LoraLoader, Random",)),
+    ({"n10": {"strength_model": True}}, {"loras": None}, ("LoraLoader",)),
+    ({"n6": {"text": ["11", 0]}, "n11": {"class_type": "StringReplace", "string": "a cat", "find": "cat"}}, None, ()),
+    ({"n3": {"steps": ["11", 0]}, "n11": {"class_type": "IntMath", "value": 5, "other": 7}},
+     {"num_inference_steps": None}, ("steps, which another node computes", "IntMath")),
+    ({"n3": {"positive": ["11", 0], "latent_image": ["12", 0]}, "n11": {"class_type": "Reroute", "": ["6", 0]},
+      "n12": {"class_type": "Reroute", "": ["5", 0]}}, {}, ()),
+    ({"n3": {"positive": ["11", 0], "negative": ["11", 1]},
+      "n11": {"class_type": "Efficient Loader", "positive": "a cat", "negative": "x"}},
+     {"prompt": "a cat", "negative_prompt": "x"}, ("Efficient Loader",)),
+    # a positive with a ControlNet, and the same without text as the negative
+    ({"n3": {"positive": ["11", 0], "negative": ["13", 0]}, "n13": {"class_type": "ConditioningZeroOut",
+      "conditioning": ["11", 0]}, "n11": {"class_type": "ControlNetApply", "conditioning": ["6", 0]}},
+     {"negative_prompt": None}, ("Not translated: ControlNetApply",)),
+    ({"n3": {"positive": ["3", 0], "negative": ["99", 0]}}, None, ()),
     # the second pass comes first in the file
     ({"n1": {**COMFYUI["3"]["inputs"], "class_type": "KSampler", "seed": 8, "latent_image": ["2", 0]},
       "n2": {"class_type": "LatentUpscale", "samples": ["3", 0], "width": 2048, "height": 2048}},
@@ -111,11 +128,15 @@ OTHER_GRAPHS = (
 
 @pytest.mark.parametrize("nodes, differing, words", OTHER_GRAPHS)
 def test_other_graphs_are_translated_or_noted(
-    nodes: dict[str, Any], differing: dict[str, Any], words: tuple[str, ...], tmp_path: Path
+    nodes: dict[str, Any], differing: dict[str, Any] | None, words: tuple[str, ...], tmp_path: Path
 ) -> None:
-    expected = {**read_request(png(tmp_path / "x.png", prompt=json.dumps(COMFYUI)))[0], **differing}
     graph = json.loads(changed(**json.loads(json.dumps(nodes))))
     in_order = json.dumps(dict(sorted(graph.items(), key=lambda node: int(node[0]))))
+    if differing is None:
+        with pytest.raises(BadImageText, match="states no valid prompt"):
+            read_request(png(tmp_path / "x.png", prompt=in_order))
+        return
+    expected = {**read_request(png(tmp_path / "x.png", prompt=json.dumps(COMFYUI)))[0], **differing}
     fields, notes = read_request(png(tmp_path / "x.png", prompt=in_order))
     assert fields == {name: value for name, value in expected.items() if value is not None}
     assert len(notes) == len(words) and all(word in note for word, note in zip(words, notes, strict=True))
@@ -138,10 +159,13 @@ def test_loras_of_a_prompt(prompt: str, loras: Any, words: tuple[str, ...], tmp_
 
 
 def test_lines_of_a1111(tmp_path: Path) -> None:
-    text = 'a sign with "Negative prompt: x"\nSteps: 20, Sampler: Euler, CFG scale: 7, Seed: 1\nTemplate: {a|b}'
+    settings = "Steps: 20, Sampler: Euler, CFG scale: 7, Seed: 1"
+    text = f'a sign with "Negative prompt: x"\n{settings}\nTemplate: {{a|b}}, (hat:1.2), (red dress:1.3), (c:1)'
     fields, notes = read_request(png(tmp_path / "x.png", parameters=text))
     assert fields["prompt"] == 'a sign with "Negative prompt: x"' and "negative_prompt" not in fields
-    assert fields["num_inference_steps"] == 20 and notes == ["Not translated: Template: {a|b}."]
+    assert fields["num_inference_steps"] == 20 and "Template: {a|b}, (hat" in notes[0]
+    for alone in ("(a:1.2), (b:1.3), (c:1.1),\ncastle", "castle,\n(a:1.2), (b:1.3), (c:1.1)"):
+        assert read_request(png(tmp_path / "x.png", parameters=alone))[0]["prompt"] == alone
     exif = Image.Exif()
     for prompt in ("a café", "猫"):
         exif.get_ifd(0x8769)[0x9286] = b"UNICODE\0" + text.replace("a sign", prompt).encode("utf-16-be")

@@ -404,12 +404,23 @@ def test_pooled_text_is_of_the_end_token_also_beside_embeddings(folder_copy: Pat
     """Configs of SDXL state the end token 2, which means the largest id in a text. Embeddings have larger ones."""
     component, rows = "text_encoder_2", 4
     config = json.loads((folder_copy / component / "config.json").read_text())
-    end = config["vocab_size"] - 1
+    end, size = config["vocab_size"] - 1, config["vocab_size"] + 3  # of a table that was made larger before
+    edit_weights(
+        folder_copy / component,
+        lambda tensors: tensors.update(
+            {
+                name: torch.cat([one, one[:3]])
+                for name, one in tensors.items()
+                if name.endswith("token_embedding.weight")
+            }
+        ),
+    )
+    edit_json(folder_copy / component / "config.json", vocab_size=size)
     edit_json(folder_copy / component / "config.json", eos_token_id=2)
     checkpoint = replace(Checkpoint(folder_copy), embedding_rows=rows)
     network = load_network(checkpoint, component, FP32)
     assert network.architecture["eos_token_id"] == end
-    [table] = [one for one in network.module.modules() if getattr(one, "num_embeddings", 0) == end + 1 + rows]
+    [table] = [one for one in network.module.modules() if getattr(one, "num_embeddings", 0) == size + rows]
     table.weight.data[-rows:] = table.weight.data[:rows]  # type: ignore[index,operator,union-attr]
     skip = torch.zeros(1, network.signature.inputs[1].shape[1])  # type: ignore[arg-type]
 
@@ -419,8 +430,8 @@ def test_pooled_text_is_of_the_end_token_also_beside_embeddings(folder_copy: Pat
         return cast(torch.Tensor, network.module(text, skip)[1])
 
     with torch.inference_mode():
-        assert torch.equal(pooled(5, end + 1, 6), pooled(5, 0, 6)), "the first row of an embedding is that of token 0"
-        assert not torch.equal(pooled(5, end + 1, 6), pooled(5, end + 1, 7)), "words after an embedding count"
+        assert torch.equal(pooled(5, size, 6), pooled(5, 0, 6)), "the first row of an embedding is that of token 0"
+        assert not torch.equal(pooled(5, size, 6), pooled(5, size, 7)), "words after an embedding count"
 
 
 def test_refuses_refiner_with_another_noise_schedule(folder_copy: Path, toy_plan: BuildPlan, tmp_path: Path) -> None:

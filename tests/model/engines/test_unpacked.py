@@ -1,6 +1,7 @@
 """Folders of unpacked engines: those of processes that were killed are deleted."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,10 +18,10 @@ sys.stdin.read()
 """
 
 
-def _start(temporary: Path) -> tuple["subprocess.Popen[str]", Path]:
+def _start(temporary: Path, script: str = _SCRIPT) -> tuple["subprocess.Popen[str]", Path]:
     """Start a process that makes a folder. Return it with the folder."""
     process = subprocess.Popen(
-        [sys.executable, "-c", _SCRIPT],
+        [sys.executable, "-c", script],
         env=os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": str(REPOSITORY)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -47,3 +48,17 @@ def test_a_process_deletes_the_folders_of_those_that_were_killed(tmp_path: Path)
 def test_folders_of_one_process_are_beside_each_other() -> None:
     first, second = make_folder(), make_folder()
     assert first != second and first.parent == second.parent
+    shutil.rmtree(first.parent)  # as by a program that cleans the folder of temporary files
+    assert make_folder().is_dir()
+
+
+def test_a_fork_leaves_its_parents_folder(tmp_path: Path) -> None:
+    script = _SCRIPT.replace(
+        "sys.stdin.read()", "import os\nif os.fork() == 0: sys.exit()\nos.wait()\nsys.stdin.read()"
+    )
+    process, folder = _start(tmp_path, script)
+    other, _ = _start(tmp_path)
+    other.communicate(timeout=60)
+    assert folder.is_dir()
+    process.communicate(timeout=60)
+    assert [*tmp_path.iterdir()] == []
