@@ -4,6 +4,7 @@ import {Refusal, generate} from "./api.js";
 import * as files from "./files.js";
 import * as form from "./form.js";
 import * as gallery from "./gallery.js";
+import * as networks from "./networks.js";
 import * as problems from "./problems.js";
 import {Server} from "./server.js";
 
@@ -182,7 +183,9 @@ find("use-image").addEventListener("click", () => {
 find("use-settings").addEventListener("click", () => {
   const {settings, served} = gallery.shownResult();
   if (server.models.some(({release}) => release === served.release)) find("model").value = served.release;
-  if (!settings.uses.includes(FILES.image)) files.remove();
+  const unused = Object.keys(FILES).filter((field) => !settings.uses.includes(FILES[field]));
+  if (unused.includes("image")) files.remove();
+  networks.removeImages(unused);
   form.useSettings(model(), settings);
   showServer();
   find("details").close();

@@ -110,6 +110,13 @@ async function valuesOf(field, entry) {
   return mode ? {...values, mode: Number(mode.value)} : values;
 }
 
+// Remove the images of ControlNets and IP-Adapters, whose fields are among `fields`.
+export function removeImages(fields) {
+  for (const field of fields.filter((one) => one in FIELDS)) {
+    for (const file of find(`${FIELDS[field]}s`).querySelectorAll(".file")) file.value = "";
+  }
+}
+
 // Return the request's fields for the networks that are used.
 export async function request() {
   const values = {};

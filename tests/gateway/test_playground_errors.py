@@ -233,6 +233,24 @@ def test_says_that_the_server_is_down_and_back(page: Page, server: ToyServer) ->
     assert page.input_value("#prompt") == "a red circle"
 
 
+def test_settings_of_a_result_remove_files_that_it_was_made_without(page: Page, server: ToyServer, photo: Path) -> None:
+
+    def generate(count: int) -> None:
+        server.answer = stream(image(0), DONE)
+        page.click("#generate")
+        expect(page.locator(".card")).to_have_count(count)
+
+    generate(1)
+    for holder in ("controls", "references"):
+        page.locator(f"#{holder} .file").last.set_input_files(photo)
+    generate(2)
+    assert {"controls", "ip_adapters"} <= server.requests[-1].keys()
+    page.locator(".card").last.click()
+    page.click("#use-settings")
+    generate(3)
+    assert not {"controls", "ip_adapters"} & server.requests[-1].keys()
+
+
 def test_photo_of_another_size_is_cropped(page: Page, server: ToyServer, photo: Path) -> None:
     server.answer = stream(image(0), DONE)
     page.evaluate(
