@@ -181,7 +181,7 @@ def test_asks_for_the_key_at_its_field(browser: Browser, server: ToyServer, tmp_
             fill(page, key=wrong)
             page.click("#generate")
             expect(page.locator("#error")).to_have_text("API key: This API key is not accepted.")
-        assert page.evaluate("document.activeElement.id") == "key"
+            expect(page.locator("#key")).to_be_focused()
         fill(page, key=KEY)
         page.click("#generate")
         expect(page.locator(".card")).to_have_count(1)
