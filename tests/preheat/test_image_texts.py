@@ -118,6 +118,9 @@ OTHER_GRAPHS = (
     ({"n3": {"positive": ["11", 0], "negative": ["13", 0]}, "n13": {"class_type": "ConditioningZeroOut",
       "conditioning": ["11", 0]}, "n11": {"class_type": "ControlNetApply", "conditioning": ["6", 0]}},
      {"negative_prompt": None}, ("Not translated: ControlNetApply",)),
+    # what is before conditioning without text changes nothing
+    ({"n3": {"negative": ["13", 0]}, "n13": {"class_type": "ConditioningZeroOut", "conditioning": ["14", 0]},
+      "n14": {"class_type": "ControlNetApply", "conditioning": ["6", 0]}}, {"negative_prompt": None}, ()),
     ({"n3": {"positive": ["3", 0], "negative": ["99", 0]}}, None, ()),
     # the second pass comes first in the file
     ({"n1": {**COMFYUI["3"]["inputs"], "class_type": "KSampler", "seed": 8, "latent_image": ["2", 0]},
