@@ -12,6 +12,7 @@ from gateway.errors import GatewayConfigError
 
 KEY_VARIABLE = "PREHEAT_BACKEND_API_KEY"
 DOWN_SECONDS = 5.0  # a server that failed is the last choice for this long
+CONNECT_SECONDS = 5.0
 DESCRIPTION_SECONDS = 60.0  # a description is read again after this time
 _DESCRIPTION_WAIT_SECONDS = 5.0  # a request that others may answer waits so long for a server's description
 

@@ -9,26 +9,25 @@ server has read the request, and then it is not known whether it was started.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 
 import httpx
 
-from gateway.backend import DESCRIPTION_SECONDS, DOWN_SECONDS, Backend
+from gateway.backend import CONNECT_SECONDS, DESCRIPTION_SECONDS, DOWN_SECONDS, Backend
 from gateway.backend_answers import (
     ACCEPT_SECONDS,
     Event,
     max_line_bytes,
     parse_description,
-    parse_refusal,
     read_events,
     retry_after,
 )
+from gateway.backend_failures import failure_of, refusal_of, with_errors
 from gateway.bounded_reading import (
     MAX_DESCRIPTION_BYTES,
-    MAX_ERROR_BYTES,
     HeldLines,
     InvalidAnswer,
     read_body,
@@ -42,7 +41,6 @@ from model.errors import RequestRefused
 from model.statuses import OF_REQUEST_KINDS
 
 _CHECK_SECONDS = 2.0  # between two health checks of a local server
-_CONNECT_SECONDS = 5.0
 _PIECE_BYTES = 2**18  # of a body that is sent
 logger = logging.getLogger("preheat.gateway")
 
@@ -63,7 +61,7 @@ class Backends:
         if not backends:
             raise GatewayConfigError("The gateway has no server.", "Name at least one with --backend.")
         self.all = backends
-        timeout = httpx.Timeout(ACCEPT_SECONDS, connect=_CONNECT_SECONDS)
+        timeout = httpx.Timeout(ACCEPT_SECONDS, connect=CONNECT_SECONDS)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         # A proxy of the environment cannot reach this machine's loopback address. Cookies are not kept.
         self._clients = {
@@ -120,7 +118,7 @@ class Backends:
     async def _check(self, backend: Backend) -> None:
         while True:
             try:
-                async with self._send(backend, _CONNECT_SECONDS, None) as answer:
+                async with self._send(backend, CONNECT_SECONDS, None) as answer:
                     healthy = answer.status_code == 200
             except (httpx.HTTPError, TimeoutError):
                 healthy = False
@@ -173,7 +171,7 @@ class Backends:
     async def _describe(self, backend: Backend) -> None:
         now = time.monotonic()
         # A replica of a deployed model may have to start for its first answer.
-        seconds = _CONNECT_SECONDS if backend.health_url else ACCEPT_SECONDS
+        seconds = CONNECT_SECONDS if backend.health_url else ACCEPT_SECONDS
         problem = ""
         try:
             async with asyncio.timeout(seconds):
@@ -276,13 +274,13 @@ class Backends:
                     if answer.status_code == 429:
                         waits.append(retry_after(answer))
                     elif answer.status_code == 503:
-                        refused = await _refusal(backend, answer)
+                        refused = await refusal_of(backend, answer)
                         if refused.code in OF_REQUEST_KINDS:
                             not_loaded = refused
                         else:
                             backend.mark_down()
                     elif answer.status_code != 200:
-                        refused = await _refusal(backend, answer)
+                        refused = await refusal_of(backend, answer)
                         if not named or (refused.status, refused.param) != (400, "model"):
                             raise refused
                         is_replaced = True
@@ -290,7 +288,7 @@ class Backends:
                     else:
                         max_bytes = max_line_bytes(request, backend.descriptions.get(model, {}))
                         lines = read_events(answer, images, max_bytes, self._held)
-                        async with aclosing(_events(backend, request_id, lines)) as events:
+                        async with aclosing(with_errors(backend, request_id, lines)) as events:
                             accepted = await anext(events)
                             if accepted.get("release", model) == model:  # older servers do not name it
                                 yield Accepted(backend, accepted, events)
@@ -300,7 +298,7 @@ class Backends:
             except (httpx.ConnectError, httpx.ConnectTimeout):
                 backend.mark_down()
             except (httpx.HTTPError, TimeoutError) as error:
-                raise _failed(backend, request_id, error) from error
+                raise failure_of(backend, request_id, error) from error
             finally:
                 backend.images -= images
         if waits:
@@ -325,7 +323,8 @@ class Backends:
         """Return a server of a release that is not in `tried`: one that is up, has the adapters, is the least loaded,
         else by turns.
 
-        If there is none, wait a few seconds for the descriptions that are being read. Returns None without a server.
+        If none has the adapters, wait a few seconds for the descriptions that are being read. Returns None without a
+        server.
         """
         if not tried:
             self._turn += 1
@@ -335,12 +334,14 @@ class Backends:
             turn = self._turn % max(1, len(serving))
             return [backend for backend in serving[turn:] + serving[:turn] if not any(backend is one for one in tried)]
 
-        await self._wait(self._readings(), lambda: bool(untried()), until_all=False)
+        def has_adapters(backend: Backend) -> bool:
+            described = backend.descriptions[model].get("adapters") or []
+            return adapters <= {one["name"] for one in described}
 
         def rank(backend: Backend) -> tuple[bool, bool, int]:
-            described = backend.descriptions[model].get("adapters") or []
-            return not backend.is_up(), not adapters <= {one["name"] for one in described}, backend.images
+            return not backend.is_up(), not has_adapters(backend), backend.images
 
+        await self._wait(self._readings(), lambda: any(map(has_adapters, untried())), until_all=False)
         return min(untried(), key=rank, default=None)
 
 
@@ -369,47 +370,3 @@ def _is_due(backend: Backend, now: float) -> bool:
         return False
     # A question would keep a deployed model from scaling to zero.
     return not backend.descriptions or backend.health_url is not None
-
-
-async def _events(
-    backend: Backend, request_id: str, events: AsyncGenerator[Event, None]
-) -> AsyncGenerator[Event, None]:
-    """Yield the events of a stream, see `read_events`. All errors are ApiError."""
-    try:
-        async with aclosing(events):
-            async for event in events:
-                yield event
-    except (InvalidAnswer, EOFError, httpx.HTTPError, TimeoutError) as error:
-        raise _failed(backend, request_id, error) from error
-
-
-async def _refusal(backend: Backend, answer: httpx.Response) -> ApiError:
-    """Return the error of a request that a server has refused."""
-    if answer.status_code in (401, 403):  # the gateway's own key, not the caller's
-        backend.mark_down()
-        return ApiError(502, "A backend refused the gateway's own API key.", None, "backend_refused")
-    try:
-        async with asyncio.timeout(_CONNECT_SECONDS):
-            refusal = parse_refusal(answer.status_code, await read_body(answer, MAX_ERROR_BYTES))
-            refusal.retry_after = retry_after(answer) if "Retry-After" in answer.headers else None
-            return refusal
-    except (InvalidAnswer, httpx.HTTPError, TimeoutError) as error:
-        logger.warning("Backend %s answered %d: %s", backend.name, answer.status_code, str(error) or repr(error))
-        return ApiError(502, f"A backend answered {answer.status_code}.", None, "backend_failed")
-
-
-def _failed(backend: Backend, request_id: str, error: Exception) -> ApiError:
-    """Count and log a request that a server may have started. Return its error."""
-    backend.mark_down()
-    backend.failures += 1
-    reason = str(error) or type(error).__name__
-    logger.warning("Backend %s failed in request %s: %s", backend.name, request_id, reason)
-    fact = (
-        f"The backend's answer is not valid: {reason}."
-        if isinstance(error, InvalidAnswer)
-        else "The backend did not answer in time."
-        if isinstance(error, TimeoutError | httpx.TimeoutException)
-        else "The backend's connection ended before the images were finished."
-    )
-    again = "The images may have been started, so the request was not repeated. Send it again."
-    return ApiError(502, f"{fact} {again}", None, "backend_failed")

@@ -1,6 +1,7 @@
 """A gateway in front of servers with several releases: what it offers, and servers that leave a release."""
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -17,8 +18,8 @@ A, B, C, D = "a/1", "b/1", "c/1", "d/1"
 ADAPTER = {"name": "style", "bytes": 16, "used": None, "place": "host"}
 
 
-def serving(releases: list[str], adapter: dict[str, Any] = ADAPTER) -> ScriptedServer:
-    """Return a server of `releases`, which a test may change, and of one adapter."""
+def serving(releases: list[str], adapter: dict[str, Any] = ADAPTER, seconds: float = 0.0) -> ScriptedServer:
+    """Return a server of `releases`, which a test may change, and of an adapter. `seconds`: until it describes them."""
 
     def answer(_: int, request: dict[str, Any]) -> Answer:
         release = request.get("model") or releases[0]
@@ -27,6 +28,7 @@ def serving(releases: list[str], adapter: dict[str, Any] = ADAPTER) -> ScriptedS
         if any(one["name"] != adapter["name"] for one in request.get("loras", [])):
             return Answer(400, b'{"error": "loras.0: no", "kind": "refused", "field": "loras.0"}')
         if request.get("describe"):
+            time.sleep(seconds)
             description = DESCRIPTION | {"release": release, "models": releases, "adapters": [adapter]}
             return Answer(200, json.dumps(description).encode())
         return lines(ACCEPTED | {"release": release}, IMAGE, DONE | {"engine": {"release": release}})
@@ -80,6 +82,15 @@ def test_goes_to_a_server_that_has_the_adapters() -> None:
             assert served(url, loras=[{"name": name, "scale": 1}]) == A
         refused = post(url, loras=[{"name": "third"}])
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "loras.0")
+
+
+def test_waits_for_the_description_of_a_server_that_has_the_adapters() -> None:
+    with (
+        serving([A]) as first,
+        serving([A], ADAPTER | {"name": "other"}, 0.5) as second,
+        running_gateway([first.url, second.url]) as url,
+    ):
+        assert served(url, loras=[{"name": "other", "scale": 1}]) == A
 
 
 def test_lists_the_adapters_of_each_server() -> None:
