@@ -109,8 +109,8 @@ class AdapterLibrary:
     def prepare(self, groups: Sequence[Collection[str]]) -> None:
         """Start to load the adapters of `groups` that are not on the device, in order, as far as the limit allows.
 
-        The first group is always loaded. Adapters that are loaded for a group are kept until the next call. Failures of
-        adapters that no group has are forgotten: a later request for one of them reads it again.
+        The first group is always loaded. Adapters that are loaded for a group are kept until the next call. One that
+        failed is not tried again before `forget_failures`.
         """
         keep: list[str] = []
         for number, names in enumerate(groups):
@@ -118,16 +118,14 @@ class AdapterLibrary:
             if number and sum(self._sizes[name] for name in keep + more) > self._cache_bytes:
                 break
             keep += more
-        wanted = {name for names in groups for name in names}
         with self._lock:
-            self._failures = {name: error for name, error in self._failures.items() if name in wanted}
             self._evict(keep)
             for name in keep:
                 if name not in self._loaded and name not in self._loading and name not in self._failures:
                     self._loading[name] = self._pool.submit(self._load, name)
 
     def failure(self, names: Collection[str]) -> AdapterError | None:
-        """Return why one of these adapters could not be loaded, or None. It is not tried again for those who wait."""
+        """Return why one of these adapters could not be loaded, or None."""
         with self._lock:
             return next((self._failures[name] for name in names if name in self._failures), None)
 

@@ -19,11 +19,11 @@ class ModelLoop(NamedTuple):
 
     @property
     def loop(self) -> Loop:
-        """The loop, which is made at the first use. Raises what stands against that."""
+        """The loop, which is made at the first use. Raises the error of making it."""
         return self.runner.model.loop(*self.key)
 
     def prepare(self) -> None:
-        """Make the loop, unless it exists."""
+        """Make the loop, unless it exists. Raises the error of making it."""
         self.runner.model.loop(*self.key)
 
     @property
