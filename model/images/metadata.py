@@ -57,10 +57,16 @@ def add_to_jpeg(file: bytes, text: str) -> bytes:
     return b"".join([file[:at], b"\xff\xe1", (len(data) + 2).to_bytes(2), data, file[at:]])
 
 
+def user_comment(image: "Image.Image") -> bytes:
+    """Return EXIF's UserComment of an image that Pillow has opened, b"" without one."""
+    comment = image.getexif().get_ifd(_EXIF_IFD).get(_USER_COMMENT)
+    return comment if isinstance(comment, bytes) else b""
+
+
 def read_text(image: "Image.Image") -> str:
     """Return the text of an image that Pillow has opened, "" without one. EXIF of other programs is no such text."""
     if KEYWORD in image.info:
         return str(image.info[KEYWORD])
-    comment = image.getexif().get_ifd(_EXIF_IFD).get(_USER_COMMENT, b"")
-    is_own = isinstance(comment, bytes) and comment.startswith(_ASCII) and comment.isascii()
+    comment = user_comment(image)
+    is_own = comment.startswith(_ASCII) and comment.isascii()
     return comment.removeprefix(_ASCII).decode("ascii") if is_own else ""

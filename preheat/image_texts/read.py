@@ -18,13 +18,12 @@ from pydantic import ValidationError
 from engine_builder.error_text import cause_of
 from engine_builder.files import read_file
 from model.errors import PreheatError
-from model.images.metadata import DIGEST, KEYWORD, read_text
+from model.images.metadata import DIGEST, KEYWORD, read_text, user_comment
 from model.request_fields import GenerationRequest
 from preheat.image_texts import a1111, comfyui
 
 _MAX_BYTES = 64 * 2**20
 _FORMATS = ("PNG", "JPEG", "WEBP")
-_EXIF_IFD, _USER_COMMENT = 0x8769, 0x9286
 Fields = dict[str, Any]
 
 
@@ -74,7 +73,7 @@ def _texts(path: Path) -> dict[str, str]:
         with warnings.catch_warnings(action="ignore"):  # of many pixels, which are not decoded
             with Image.open(io.BytesIO(read_file(path, _MAX_BYTES)), formats=_FORMATS) as image:
                 texts = {str(key): value for key, value in image.info.items() if isinstance(value, str)}
-                comment = image.getexif().get_ifd(_EXIF_IFD).get(_USER_COMMENT, b"")
+                comment = user_comment(image)
                 own = read_text(image)
     except UnidentifiedImageError as error:
         raise BadImageText(f"{path} is not a PNG, JPEG or WebP file.") from error
@@ -82,7 +81,7 @@ def _texts(path: Path) -> dict[str, str]:
         raise BadImageText(f"{path} does not exist.", "Check the path.") from error
     except Exception as error:  # Pillow raises many types for a damaged file
         raise BadImageText(f"{path} cannot be read as an image ({cause_of(error)[:200]}).") from error
-    if isinstance(comment, bytes) and comment.startswith(b"UNICODE\0"):
+    if comment.startswith(b"UNICODE\0"):
         both = [comment[8:].decode(codec, errors="replace") for codec in ("utf-16-be", "utf-16-le")]
         texts.setdefault("parameters", next((text for text in both if "Steps: " in text), both[0]))
     return texts | ({KEYWORD: own} if own.startswith("{") else {})

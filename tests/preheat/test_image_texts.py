@@ -78,7 +78,7 @@ def changed(**nodes: dict[str, Any]) -> str:
 
 CONTROLNET = {"class_type": "ControlNetApplyAdvanced", "positive": ["6", 0], "negative": ["7", 0], "image": ["12", 0]}
 OTHER_GRAPHS = (
-    # nodes; fields that differ from those of COMFYUI; the words of the notes
+    # nodes; fields that differ from COMFYUI; the words of the notes
     ({"n3": {"positive": ["11", 0], "negative": ["11", 1]}, "n11": CONTROLNET, "n12": {"class_type": "LoadImage"}},
      {}, ("Not translated: ControlNetApplyAdvanced, LoadImage",)),
     ({"n3": {"negative": ["11", 0]}, "n11": {"class_type": "ConditioningZeroOut", "conditioning": ["6", 0]}},

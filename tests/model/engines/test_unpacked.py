@@ -1,4 +1,4 @@
-"""Folders of unpacked engines: those of processes that were killed are deleted."""
+"""Folders of unpacked engines: the folders of processes that were killed are deleted."""
 
 import os
 import shutil
